@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import builtins
 import collections
+import functools
 import importlib
 import inspect
 import io
@@ -17,6 +19,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from apex_mp._run.modernize import source
+
 NP: Any = numpy
 
 
@@ -24,6 +28,9 @@ UINT8 = torch.tensor([1, 0, 1], dtype=torch.uint8)
 
 
 X = torch.tensor([1.0, 2.0, 3.0])
+
+
+PARAM = "p = nn.Parameter(torch.zeros(1, 2))\n"
 
 
 IGNORED = torch.tensor([-100, -100])
@@ -47,10 +54,16 @@ MASK2 = torch.tensor([[1, 0, 1], [0, 1, 0]], dtype=torch.uint8)
 SIGNAL = torch.arange(40.0).view(2, 4, 5).sin()
 
 
+def said(text: str, **names: Any) -> Any:
+    """Return `got` of a script, whose source `--modernize` compiles."""
+    names = {"torch": torch, "nn": nn, **names}
+    is_modern = hasattr(builtins, "_apex_mp")
+    exec(source.compiled(text.encode(), "script.py") if is_modern else text, names)
+    return names["got"]
+
+
 def written(x: Tensor, index: Any, value: Any) -> Any:
-    x = x.clone()
-    x[index] = value
-    return x.tolist()
+    return said("x[index] = value\ngot = x.tolist()", x=x.clone(), index=index, value=value)
 
 
 def close(x: Tensor) -> bool:
@@ -171,8 +184,28 @@ CASES: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: X.index_put((UINT8,), torch.tensor(9.0)).tolist(), [9, 2, 9], "index_put with"),
     (lambda: X.clone().index_put_([UINT8], torch.tensor(9.0)).tolist(), [9, 2, 9], "index_put_"),
     (lambda: torch.index_put(X, (UINT8,), torch.tensor(9.0)).tolist(), [9, 2, 9], "index_put"),
-    (lambda: type(torch.tensor(2.0).data[0]), float, "index 0 of a tensor of one number"),
-    (lambda: nn.Parameter(torch.tensor(2.0))[0].requires_grad, True, "index 0"),
+    (lambda: said("got = type(torch.tensor(2.0).data[0])"), float, "index 0 of a tensor of one"),
+    (lambda: said("got = nn.Parameter(torch.tensor(2.0))[0].requires_grad"), True, "index 0"),
+    (lambda: said("got = X.clone().copy_(X, async=True).tolist()", X=X), [1, 2, 3], "async=True"),
+    (lambda: said(f"{PARAM}p.data.set_(torch.ones(3))\ngot = p.tolist()"), [1] * 3, "x.data.set_"),
+    (lambda: said(f"{PARAM}p.data.t_()\ngot = [*p.shape]"), [2, 1], "x.data.t_"),
+    *(
+        (functools.partial(said, f"{PARAM}{line}\ngot = p.tolist()"), [[0.0, 5.0]], "a view of a")
+        for line in (
+            "p[0, 1] = 5",
+            "p.view(-1)[1:] += 5",
+            "v = p.view(2, 1)\nv[1] += torch.tensor(5.0)",
+            "p[:, 1].fill_(5)",
+            "v = p[0, 1]\nv += 5",
+            "p[0].narrow(0, 1, 1).add_(2).add_(3)",
+        )
+    ),
+    (lambda: numpy.dtype("int16") in NP.sctypes["int"], True, "numpy.sctypes"),
+    (
+        lambda: importlib.import_module("torch.utils.model_zoo")._download_url_to_file,
+        torch.hub.download_url_to_file,
+        "model_zoo._download_url_to_file",
+    ),
     (lambda: (1 - (X > 1)).tolist(), [1, 0, 0], "- with a bool mask"),
     (lambda: ((X > 1) - (X > 2)).tolist(), [0, 1, 0], "- with a bool mask"),
     (lambda: (~UINT8).tolist(), [0, 1, 0], "~ of a uint8 mask"),

@@ -62,8 +62,14 @@ class Source:
         if isinstance(node, ast.Name):
             return self.meanings.get(node.id, ())
         if isinstance(node, ast.Attribute):
-            return tuple(f"{name}.{node.attr}" for name in self.full_names(node.value))
+            whole = tuple(f"{name}.{node.attr}" for name in self.full_names(node.value))
+            return whole or (self._kept and self.meanings.get(ast.unparse(node), ()))
         return _imported_by_call(node)
+
+    @functools.cached_property
+    def _kept(self) -> tuple[str, ...]:
+        """The attributes that modules are kept in, such as `self.amp`."""
+        return tuple(name for name in self.meanings if "." in name)
 
     @functools.cached_property
     def uses(self) -> list[Use]:
@@ -136,12 +142,12 @@ def name_of(path: Path, root: Path) -> str:
     return path.name if path == root else path.relative_to(root).as_posix()
 
 
-def read(path: Path, root: Path) -> Source:
-    """Parse a file."""
+def read(path: Path, root: Path, text: str | None = None) -> Source:
+    """Parse a file, or the text that is given in its place."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in strings
         try:
-            tree = ast.parse(path.read_bytes())
+            tree = ast.parse(path.read_bytes() if text is None else text)
         except (RecursionError, MemoryError):
             raise SyntaxError("it is nested too deeply") from None
         except ValueError as error:  # a byte of 0
@@ -154,10 +160,14 @@ def read(path: Path, root: Path) -> Source:
                 bound = alias.asname or alias.name.partition(".")[0]
                 whole = name if alias.asname or isinstance(node, ast.ImportFrom) else bound
                 meanings[bound] = (*meanings.get(bound, ()), whole)
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Name) and (names := _imported_by_call(node.value)):
-                    meanings[target.id] = (*meanings.get(target.id, ()), *names)
+    assigned = (node for node in source.nodes if isinstance(node, ast.Assign))
+    kept = [(node.targets, names) for node in assigned if (names := source.full_names(node.value))]
+    for targets, names in kept:
+        for target in targets:
+            if isinstance(target, (ast.Name, ast.Attribute)):  # amp_ = amp, self.amp = amp
+                bound = ast.unparse(target)
+                meanings[bound] = (*meanings.get(bound, ()), *names)
+    vars(source).pop("_kept", None)
     return source
 
 
@@ -220,6 +230,11 @@ def imports_from(path: Path, package: str) -> bool:
         return False
     is_relative = (isinstance(node, ast.ImportFrom) and node.level for node in source.nodes)
     return package in source.packages or any(is_relative)
+
+
+def local_imports(source: Source, path: Path, root: Path) -> set[Path]:
+    """Return the files of a project that a file of it imports, from its folder or the root."""
+    return {*_local(source.tree, path, root, ""), *_local(source.tree, path, path.parent, "")}
 
 
 def _local(tree: ast.Module, path: Path, root: Path, package: str) -> Iterator[Path]:

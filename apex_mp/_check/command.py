@@ -21,14 +21,14 @@ def main(arguments: Sequence[str]) -> int:
     """Print what a script or repository needs to run.
 
     Returns:
-        0, or 1 if something in it will not work.
+        0; 1 if a script will not work; 3 if only its own CUDA code will not.
     """
     parser = argparse.ArgumentParser(
         prog="python -m apex_mp check",
         allow_abbrev=False,
         description="Read Python code without running it, and say which names of apex it uses, "
         "which options of `run` it needs, what will not work, and the command to start with. The "
-        "exit status is 1 if something will not work.",
+        "exit status is 1 if a script will not work, 3 if only its own CUDA code will not, else 0.",
     )
     parser.add_argument("path", type=Path, help="a script, or a folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(report.as_json(), indent=2))
     else:
         print(report.text(has_gpu=torch.cuda.is_available()))
-    return 1 if report.unsupported else 0
+    return report.status
 
 
 def _show_progress(done: int, of: int) -> None:

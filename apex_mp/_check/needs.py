@@ -12,6 +12,7 @@ from apex_mp._as_apex.sources import Call, Source, Use, is_of_apex, places_of
 from apex_mp._as_apex.table import MISSING, MODULES
 from apex_mp._run.modernize import packages
 from apex_mp._run.modernize.names import DROPPED, REPLACED
+from apex_mp._run.modernize.source import OF_DATA
 
 _SUPPLIED: dict[str, set[str]] = {
     module: {*names} for module, names in [*DROPPED.items(), *packages.NAMES.items()]
@@ -24,6 +25,17 @@ _CASTING = (*_CASTS, "to", "from_pretrained")
 _16_BITS = {"float16", "half", "bfloat16"}
 # In `x.half()` it is inputs that are cast.
 _MODEL = re.compile(r"model|net|transformer|coder|module|policy|actor", re.IGNORECASE)
+_VIEWS = {
+    "view",
+    "view_as",
+    "reshape",
+    "t",
+    "transpose",
+    "narrow",
+    "select",
+    "squeeze",
+    "unsqueeze",
+}
 # Methods that PIL, matplotlib and transformers have dropped.
 _METHODS = ("textsize", "tostring_rgb", "encode_plus", "batch_encode_plus")
 _SAMPLERS = {"torch.utils.data.Sampler", "torch.utils.data.sampler.Sampler"}
@@ -60,9 +72,16 @@ def modernized(source: Source) -> Iterator[Use]:
             yield Use(what, call.where)
     yield from _with_masks(source)
     yield from _of_samplers(source)
+    views, unrecorded = _views_of_parameters(source), _without_grad(source)
     for node in source.nodes:
         if isinstance(node, ast.Subscript) and _is_number_of_loss(node):
             yield Use("loss.data[0]", source.where(node))
+        if isinstance(node, ast.Call) and _is_of_data(node):
+            yield Use(f"x.data.{node.func.attr}()", source.where(node))  # type: ignore[attr-defined]
+        changed = _changed_in_place(node)
+        is_view = changed is not None and id(node) not in unrecorded and _is_view(changed, views)
+        if is_view and isinstance(node, (ast.expr, ast.stmt)):
+            yield Use("an in-place change of a view of a parameter", source.where(node))
 
 
 def _is_there(module: str, name: str) -> bool:
@@ -144,6 +163,58 @@ def _is_number_of_loss(node: ast.Subscript) -> bool:
     return of_data and is_first and "loss" in ast.unparse(node.value).lower()
 
 
+def _is_of_data(node: ast.Call) -> bool:
+    function = node.func
+    is_known = isinstance(function, ast.Attribute) and function.attr in OF_DATA
+    return is_known and getattr(function.value, "attr", "") == "data"  # type: ignore[attr-defined]
+
+
+def _changed_in_place(node: ast.AST) -> ast.expr | None:
+    """Return the view that a statement or call changes, if it is one by its form."""
+    if isinstance(node, (ast.Assign, ast.AugAssign)):
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        return target if isinstance(target, ast.Subscript) else None
+    function = node.func if isinstance(node, ast.Call) else None
+    is_in_place = isinstance(function, ast.Attribute) and re.fullmatch(
+        r"[a-z]\w*[a-z\d]_", function.attr
+    )
+    return function.value if is_in_place else None  # type: ignore[union-attr]
+
+
+def _without_grad(source: Source) -> set[int]:
+    """Return the nodes in blocks of no_grad, by id()."""
+    blocks = [node for node in source.nodes if isinstance(node, (ast.With, ast.FunctionDef))]
+    heads = [
+        [item.context_expr for item in node.items]
+        if isinstance(node, ast.With)
+        else node.decorator_list
+        for node in blocks
+    ]
+    pairs = zip(blocks, heads, strict=True)
+    off = [block for block, head in pairs if any("no_grad" in ast.unparse(each) for each in head)]
+    return {id(node) for block in off for node in ast.walk(block)}
+
+
+def _views_of_parameters(source: Source) -> set[str]:
+    """Return the names of views of weights and biases, as in `b = conv.bias.view(3, -1)`."""
+    assigned = (node for node in source.nodes if isinstance(node, ast.Assign))
+    return {ast.unparse(node.targets[0]) for node in assigned if _is_view(node.value, set())}
+
+
+def _is_view(node: ast.expr, known: set[str]) -> bool:
+    """Return whether an expression is a part of a weight or bias, not of its data."""
+    base = node
+    while isinstance(base, (ast.Subscript, ast.Call)):
+        if isinstance(base, ast.Subscript):
+            base = base.value
+        elif isinstance(base.func, ast.Attribute) and base.func.attr in _VIEWS:
+            base = base.func.value
+        else:
+            return False
+    is_parameter = isinstance(base, ast.Attribute) and base.attr in ("weight", "bias")
+    return base is not node and (is_parameter or (isinstance(base, ast.Name) and base.id in known))
+
+
 def on_gpu(source: Source) -> Iterator[str]:
     """Yield the places where a file asks for a GPU."""
     for node in source.nodes:
@@ -154,6 +225,9 @@ def on_gpu(source: Source) -> Iterator[str]:
             asks = isinstance(value, str) and _GPU_WORDS.fullmatch(value) is not None
         if asks and isinstance(node, ast.expr):
             yield source.where(node)
+    for name, where in source.uses:
+        if name.startswith("torch.nn.SyncBatchNorm"):
+            yield f"{where} (torch's SyncBatchNorm)"
 
 
 def in_16_bits(source: Source) -> Iterator[Use]:

@@ -19,11 +19,13 @@ from apex_mp._as_apex.sources import (
     files_of,
     imports_from,
     is_of_apex,
+    local_imports,
     name_of,
     places_of,
     read,
 )
 from apex_mp._check import needs
+from apex_mp._run.modernize.source import without_async
 
 Places = dict[str, list[str]]
 
@@ -41,6 +43,7 @@ _TEXTS = (
 )
 _LIKELY = re.compile(r"train|pretrain|finetune|main|run")
 _SHOWN = 3
+_TRAINS = {"backward", "scale_loss", "fit", "minimize"}
 
 
 @dataclasses.dataclass
@@ -56,6 +59,9 @@ class Report:
         gpu: Where a GPU is needed.
         masters: What `--master-weights` is for, and where it is, in code that does not use apex.
         optional: What is not here where an ImportError is caught, so that the code does without it.
+        unused: What will not work, in files that no script imports.
+        cuda: CUDA code of its own.
+        left_out: Checkouts of apex itself, which are not read.
         unsupported: What will not work with its remedy, and where it is used.
         scripts: Files that can be run, the likeliest first.
     """
@@ -68,8 +74,16 @@ class Report:
     gpu: list[str]
     masters: Places
     optional: Places
+    unused: Places
+    cuda: list[str]
+    left_out: list[str]
     unsupported: Places
     scripts: list[str]
+
+    @property
+    def status(self) -> int:
+        """1 if a script will not work, 3 if a part that needs CUDA code will not, else 0."""
+        return 1 if self.unsupported else 3 if self.cuda else 0
 
     def options(self) -> list[str]:
         """Return the options of `run` that the code needs, on a machine with a GPU."""
@@ -79,7 +93,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as lists, dicts and strings."""
-        return {**dataclasses.asdict(self), "options": self.options()}
+        return {**dataclasses.asdict(self), "options": self.options(), "status": self.status}
 
     def text(self, *, has_gpu: bool) -> str:
         """Return the report as text."""
@@ -96,6 +110,12 @@ class Report:
             yield f"a GPU is asked for at {_shown(self.gpu)}; --device cpu runs it on a CPU"
         yield from _section("--master-weights gives float32 masters to", self.masters)
         yield from _section("optional, and not here", self.optional)
+        yield from _section("will not work, in files that no script imports", self.unused)
+        if self.cuda:
+            yield f"CUDA code of its own, at {_shown(self.cuda)}, needs a GPU, and to be built"
+            yield "  the rest may run without it"
+        if self.left_out:
+            yield f"apex itself is at {_shown(self.left_out)}; it is not read"
         yield from _section("will not work", self.unsupported)
         on_cpu = [] if has_gpu or not self.gpu else ["--device", "cpu"]
         options = [*self.options(), *on_cpu]
@@ -121,11 +141,14 @@ class _Findings:
     gpu: list[str] = dataclasses.field(default_factory=list)
     halved: list[Use] = dataclasses.field(default_factory=list)
     scaled: list[Use] = dataclasses.field(default_factory=list)
-    unsupported: list[Use] = dataclasses.field(default_factory=list)
+    unsupported: list[tuple[Path, Use]] = dataclasses.field(default_factory=list)
     imports: set[str] = dataclasses.field(default_factory=set)
-    programs: list[tuple[bool, bool, int, str]] = dataclasses.field(default_factory=list)
+    programs: dict[Path, bool] = dataclasses.field(default_factory=dict)  # is it for certain?
+    files_imported: dict[Path, set[Path]] = dataclasses.field(default_factory=dict)
+    of_apex: set[Path] = dataclasses.field(default_factory=set)
+    training: set[Path] = dataclasses.field(default_factory=set)
 
-    def add(self, source: Source, *, is_alone: bool) -> None:
+    def add(self, source: Source, file: Path, root: Path) -> None:
         """Add a file; the trees of all files would not fit into memory."""
         of_apex = [use for use in source.uses if is_of_apex(use.name)]
         self.names += [Use(name, use.where) for use in of_apex for name in _of_table(use.name)]
@@ -135,18 +158,49 @@ class _Findings:
         self.halved += needs.in_16_bits(source)
         self.scaled += needs.scaled(source)
         for name, use in needs.unsupported(source):
-            (self.optional if source.is_optional(name) else self.unsupported).append(use)
+            if source.is_optional(name):
+                self.optional.append(use)
+            else:
+                self.unsupported.append((file, use))
         self.imports |= source.packages
-        if is_alone or _is_program(source):
-            place = Path(source.name)
-            # Those that use apex or are named so come first.
-            rank = not of_apex, not _LIKELY.search(place.stem), len(place.parts), source.name
-            self.programs.append(rank)
+        self.files_imported[file] = local_imports(source, file, root) if root.is_dir() else set()
+        if of_apex:
+            self.of_apex.add(file)
+        trains = any(getattr(node, "attr", "") in _TRAINS for node in source.nodes)
+        if trains:
+            self.training.add(file)
+        is_certain = file == root or _is_guarded(source)
+        if is_certain or trains or _LIKELY.search(file.stem):
+            self.programs[file] = is_certain
+
+    def scripts(self) -> list[Path]:
+        """Return the files that can be run, the likeliest first."""
+        imported = {each for files in self.files_imported.values() for each in files}
+        sure = [file for file, is_certain in self.programs.items() if is_certain]
+        found = [*sure, *(file for file in self.programs if file not in {*sure} | imported)]
+
+        def rank(file: Path) -> tuple[bool, bool, bool, bool, int, str]:
+            reached = self.reached([file])
+            name, places = bool(_LIKELY.search(file.stem)), len(file.parts)
+            trains = not self.training.isdisjoint(reached)
+            uses = not self.of_apex.isdisjoint(reached)
+            return not (trains and name), not trains, not uses, not name, places, str(file)
+
+        return sorted(found, key=rank)
+
+    def reached(self, starts: Iterable[Path]) -> set[Path]:
+        """Return files and what they import, directly or not."""
+        found, waiting = {*starts}, [*starts]
+        while waiting:
+            new = self.files_imported.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
 
 
 def examine(path: Path, progress: Callable[[int, int], None] | None = None) -> Report:
     """Read a script or a folder, and report what it needs."""
-    found, files = _Findings(), files_of(path)
+    found, (files, left_out) = _Findings(), _without_apex(files_of(path), path)
     with _without_garbage_collection():
         for number, file in enumerate(files):
             _add(found, file, path)
@@ -158,9 +212,10 @@ def examine(path: Path, progress: Callable[[int, int], None] | None = None) -> R
     if not evidence:
         evidence = in_libraries(found.imports, path if path.is_dir() else path.parent)
     decided_by = era_of(evidence)
-    unsupported = [*found.unsupported, *_of_eras(found.evidence, decided_by), *_cuda_sources(path)]
+    scripts = found.scripts()
+    counted = found.reached(scripts) if scripts else {file for file, _ in found.unsupported}
+    unsupported = [use for file, use in found.unsupported if file in counted]
     halved = [] if found.names else found.halved
-    root = path.parent if path.is_file() else path
     return Report(
         files=len(files),
         names=_grouped(found.names),
@@ -170,22 +225,53 @@ def examine(path: Path, progress: Callable[[int, int], None] | None = None) -> R
         gpu=[*dict.fromkeys(found.gpu)],
         masters=_grouped([*halved, *(found.scaled if halved else ())]),
         optional=_grouped(found.optional),
-        unsupported=_grouped(unsupported),
-        scripts=[(root / name).as_posix() for *_, name in sorted(found.programs)],
+        unused=_grouped(use for file, use in found.unsupported if file not in counted),
+        cuda=_cuda_sources(path),
+        left_out=left_out,
+        unsupported=_grouped([*unsupported, *_of_eras(found.evidence, decided_by)]),
+        scripts=[file.as_posix() for file in scripts],
     )
 
 
 def _add(found: _Findings, file: Path, path: Path) -> None:
+    name = name_of(file, path)
     try:
-        found.add(read(file, path), is_alone=path.is_file())
+        found.add(read(file, path), file, path)
     except RecursionError:
-        found.unsupported.append(Use("is nested too deeply to be read", name_of(file, path)))
+        found.unsupported.append((file, Use("is nested too deeply to be read", name)))
     except SyntaxError as error:
-        place = f"{name_of(file, path)}:{error.lineno or 1}"
-        found.unsupported.append(Use(f"is not Python of today: {error.msg}", place))
+        text = without_async(file.read_bytes())
+        use = Use(f"is not Python of today: {error.msg}", f"{name}:{error.lineno or 1}")
+        try:
+            source = None if text is None else read(file, path, text)
+        except SyntaxError:
+            source = None
+        if source is not None:
+            found.modernize.append(Use("x.cuda(async=True)", use.where))
+            found.add(source, file, path)
+            return
+        found.unsupported.append((file, use))
+        if path.is_file() or b"__main__" in file.read_bytes():
+            found.programs[file] = True
     except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-        found.unsupported.append(Use(what, name_of(file, path)))
+        found.unsupported.append((file, Use(f"cannot be read: {error.strerror}", name)))
+
+
+def _without_apex(files: list[Path], root: Path) -> tuple[list[Path], list[str]]:
+    """Return the files that are not of a checkout of apex, and where there is one."""
+
+    def is_apex(folder: Path) -> bool:
+        inside = folder / "apex" / "__init__.py"
+        is_clone = inside.is_file() and (folder / "setup.py").is_file()
+        return is_clone or (folder.name == "apex" and (folder / "amp" / "__init__.py").is_file())
+
+    if is_apex(root):
+        return files, []
+    below = {folder for file in files for folder in file.parents if root in folder.parents}
+    found = {folder for folder in below if is_apex(folder)}
+    kept = [file for file in files if found.isdisjoint(file.parents)]
+    outer = sorted(folder for folder in found if found.isdisjoint(folder.parents))
+    return kept, [folder.relative_to(root).as_posix() for folder in outer]
 
 
 @contextlib.contextmanager
@@ -232,12 +318,9 @@ def _of_packages(root: Path) -> Iterator[Evidence]:
             yield Evidence(found[0], file.name, (era,))
 
 
-def _cuda_sources(path: Path) -> Iterator[Use]:
-    for file in files_of(path, ".cu") if path.is_dir() else ():
-        yield Use(
-            "CUDA code of its own needs a GPU, and to be built; the rest may run without it",
-            file.relative_to(path).as_posix(),
-        )
+def _cuda_sources(path: Path) -> list[str]:
+    files = _without_apex(files_of(path, ".cu"), path)[0] if path.is_dir() else []
+    return [file.relative_to(path).as_posix() for file in files]
 
 
 def _as_arguments(script: str) -> tuple[str, list[str]]:
@@ -257,7 +340,7 @@ def _as_arguments(script: str) -> tuple[str, list[str]]:
     return ("" if folder == Path.cwd() else folder.as_posix()), ["-m", name]
 
 
-def _is_program(source: Source) -> bool:
+def _is_guarded(source: Source) -> bool:
     return any(
         isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
         for node in source.tree.body

@@ -35,8 +35,6 @@ def apply(settings: Settings, *, child: bool) -> Replacements:
     if settings.device == "cpu":
         if not child:
             print(cpu.ANNOUNCEMENT, file=sys.stderr)
-            if settings.dtype is None:
-                print(cpu.SLOW, file=sys.stderr)
         cpu.redirect(replacements)
     return replacements
 

@@ -33,6 +33,8 @@ _MODERNIZED = [
         rf"(?s)This function was deprecated since .*torch\.(linalg\.)?({'|'.join(REPLACED)})\b",
         _LINEAR,
     ),
+    (r"\basync\s*=", "async=True of cuda() and the like, which is non_blocking=True"),
+    (r"a view of a leaf Variable that requires grad", "in-place changes of views of parameters"),
     (r"invalid index of a 0-dim tensor", "an index of a tensor of one number, as in loss.data[0]"),
     (
         r"(LR|LROnPlateau|WarmRestarts)\.__init__\(\) (got an unexpected keyword argument 'verbose'"

@@ -14,6 +14,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from apex_mp._run import hints
+from apex_mp._run.modernize import source as source_of_project
 from apex_mp._run.settings import Settings
 
 
@@ -57,7 +58,7 @@ class Target:
                 # The function that python -m calls.
                 runpy._run_module_as_main(name, alter_argv=self.is_module)  # type: ignore[attr-defined]
             else:
-                _run_script(self.name)
+                _run_script(self.name, settings)
         except SystemExit:
             raise
         except BaseException:
@@ -69,10 +70,10 @@ class Target:
 _first_main: ModuleType | None = None
 
 
-def _run_script(name: str) -> None:
+def _run_script(name: str, settings: Settings) -> None:
     global _first_main
     path = os.path.abspath(name)
-    code = _compiled(path)
+    code = _compiled(path, settings)
     main = ModuleType("__main__")
     main.__file__ = path
     main.__loader__ = SourceFileLoader("__main__", path)
@@ -82,7 +83,7 @@ def _run_script(name: str) -> None:
     exec(code, vars(main))
 
 
-def _compiled(path: str) -> CodeType:
+def _compiled(path: str, settings: Settings) -> CodeType:
     try:
         with io.open_code(path) as file:
             source = file.read()
@@ -92,6 +93,8 @@ def _compiled(path: str) -> CodeType:
             file=sys.stderr,
         )
         sys.exit(2)
+    if settings.modernize:
+        return source_of_project.compiled(source, path)
     return compile(source, path, "exec", dont_inherit=True)
 
 

@@ -28,7 +28,7 @@ from apex_mp.grads import local_gradients
 from apex_mp.masters import parallel_masters
 from apex_mp.parallel._reduction import Reduction, reduce_bucket
 from apex_mp.parallel.reducer import Reducer
-from apex_mp.parallel.sync_batchnorm import needs_torchs_check
+from apex_mp.parallel.sync_batchnorm import SyncBatchNorm
 
 # torch compares the annotations with types, so they cannot be strings.
 
@@ -338,7 +338,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         """Keep torch from refusing SyncBatchNorm on the CPU, where ours runs."""
-        if needs_torchs_check(module):
+        kinds = {type(each) for each in module.modules() if not isinstance(each, SyncBatchNorm)}
+        if any(issubclass(kind, torch.nn.SyncBatchNorm) for kind in kinds):
             super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
 
 

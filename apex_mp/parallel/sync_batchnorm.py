@@ -147,42 +147,34 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:  # noqa: A002
         """Normalise; add `z` if it is given, then relu if `fuse_relu`."""
         x = input.movedim(-1, 1) if self.channel_last else input
-        if not (self.training and self._has_others()):
-            out = self._alone(x)
-        elif x.device.type == "cpu":
-            out = self._together_on_cpu(x)
-        else:
-            out = super().forward(x)
+        out = forward_on_cpu(self, x) if x.is_cpu else super().forward(x)
         out = out.movedim(1, -1) if self.channel_last else out
         out = out if z is None else out + z
         return out.relu() if self.fuse_relu else out
 
-    def _alone(self, x: Tensor) -> Tensor:
-        self._check_input_dim(x)
-        return _BatchNorm.forward(self, x)
 
-    def _has_others(self) -> bool:
-        there = dist.is_available() and dist.is_initialized()
-        return there and dist.get_world_size(self.process_group) > 1
+def forward_on_cpu(layer: torch.nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    """Do what torch's forward does on a GPU alone: normalise over the batches of all processes."""
+    layer._check_input_dim(x)
+    group = layer.process_group
+    there = dist.is_available() and dist.is_initialized()
+    if not (layer.training and there and dist.get_world_size(group) > 1):
+        return _BatchNorm.forward(layer, x)
+    out, mean, var, count = joint_batch_norm(x, layer.weight, layer.bias, layer.eps, group)
+    if layer.running_mean is not None and layer.running_var is not None:
+        share = _share_of_this_batch(layer)
+        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
+        unbiased = var * (count / (count - 1))
+        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), share)
+    return out
 
-    def _together_on_cpu(self, x: Tensor) -> Tensor:
-        self._check_input_dim(x)
-        out, mean, var, count = joint_batch_norm(
-            x, self.weight, self.bias, self.eps, self.process_group
-        )
-        if self.running_mean is not None and self.running_var is not None:
-            share = self._share_of_this_batch()
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-            unbiased = var * (count / (count - 1))
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
-        return out
 
-    def _share_of_this_batch(self) -> float:
-        """Count the batch; return the momentum for it, as torch's batch norm does."""
-        if self.num_batches_tracked is None:
-            return self.momentum or 0.0
-        self.num_batches_tracked.add_(1)
-        return 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+def _share_of_this_batch(layer: torch.nn.SyncBatchNorm) -> float:
+    """Count the batch; return the momentum for it, as torch's batch norm does."""
+    if layer.num_batches_tracked is None:
+        return layer.momentum or 0.0
+    layer.num_batches_tracked.add_(1)
+    return 1.0 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
 
 
 def convert_syncbn_model(
@@ -213,14 +205,6 @@ def convert_syncbn_model(
     for name, child in module.named_children():
         setattr(new, name, convert_syncbn_model(child, process_group, channel_last))
     return new
-
-
-def needs_torchs_check(module: torch.nn.Module) -> bool:
-    """Return whether a model has a batch norm that only torch can synchronize, and only on GPUs."""
-    return any(
-        isinstance(layer, torch.nn.SyncBatchNorm) and not isinstance(layer, SyncBatchNorm)
-        for layer in module.modules()
-    )
 
 
 def create_syncbn_process_group(group_size: int) -> Any:

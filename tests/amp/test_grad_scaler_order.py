@@ -233,6 +233,34 @@ def test_an_iteration_that_the_loop_gives_up_after_clipping_is_forgotten(
         torch.testing.assert_close(param, wanted, rtol=1e-6, atol=1e-6)
 
 
+@each_optimizer
+def test_gradients_in_the_place_of_those_that_waited_have_the_present_scale(
+    make: Any, device: torch.device
+) -> None:
+    params, theirs = make_params(device), make_params(device)
+    optimizer, expected = make(params), make(theirs)
+    other = Parameter(torch.ones(2, device=device))
+    stepped = torch.optim.SGD([other], 0.1)
+    scaler = new_scaler(device, init_scale=8.0, growth_interval=1)
+    for number in range(2):
+        optimizer.zero_grad()
+        scaler.scale(sum(param.sum() for param in (*params, other))).backward()
+        scaler.step(stepped)
+        if number == 0:
+            scaler.step(optimizer)
+        scaler.update()
+    scaler.scale(other.sum()).backward()
+    for param in params:
+        param.grad = torch.full_like(param, scaler.get_scale())
+    scaler.step(optimizer)
+    for _ in range(2):
+        for param in theirs:
+            param.grad = torch.ones_like(param)
+        expected.step()
+    for param, wanted in zip(params, theirs, strict=True):
+        torch.testing.assert_close(param, wanted, rtol=1e-6, atol=1e-6)
+
+
 # --- Gradients that are unscaled in part.
 
 

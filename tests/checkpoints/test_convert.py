@@ -161,6 +161,8 @@ def test_masters_are_a_float32_state_dict_of_the_plain_network(wrap: Any, face: 
     state = convert.masters(model, optimizer)
     plain = Net()
     assert [*state] == [*plain.state_dict()]
+    in_use = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    assert in_use.isdisjoint(value.untyped_storage().data_ptr() for value in state.values())
     assert state._metadata == plain.state_dict()._metadata
     plain.load_state_dict(state)
     for ours, theirs in zip(plain.parameters(), optimizer.param_groups[0]["params"], strict=True):

@@ -192,7 +192,8 @@ PROGRAM = """
 import os
 import torch
 from apex_mp import amp
-from apex_mp.step import device_scale, readback
+from apex_mp.core import readback
+from apex_mp.scale import device_scale
 from apex_mp.optimizers import FusedAdam
 
 device_scale.DEVICE_TYPES = {"cpu"}

@@ -233,8 +233,8 @@ OPTIMIZERS = {
     "a Ctrl-C takes back the state of a step that was taken": Mutant(
         "Engine.step", "not plan.has_run", "True", "random_programs_today"
     ),
-    "a skipped first step leaves new state": Mutant(
-        "Engine.step", "outcome.found_inf", "False", "fp16_optimizer_overflow"
+    "a skipped first step fills momentum": Mutant(
+        "Engine.step", "outcome.found_inf", "False", "fused_sgd_in_wrappers"
     ),
     "torch.optim.Adam gets the other decay": Mutant(
         "FusedAdam.state_dict",

@@ -183,7 +183,6 @@ CASES: dict[str, tuple[Repository, str, list[str], list[str]]] = {
         [],
         ["F: torch wants forward and backward"],
     ),
-    "CUDA code": ({"train.py": "", "a/kernel.cu": ""}, "2019-03", [], ["CUDA code of its own"]),
     "zero bytes": ("x = 1\0", "2019-03", [], ["is not Python of today"]),
     "too many levels": ("x = " + "-" * 100_000 + "1", "2019-03", [], ["is not Python of today"]),
     "removed": ("import torch\ntorch.eig(a)\n", "2019-03", [], ["use torch.linalg.eig"]),
@@ -234,7 +233,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": ADAM, "train.py": "import a\n"})
     (tmp_path / "b.py").symlink_to(tmp_path / "gone.py")
     report = examine(tmp_path)
-    assert report.unsupported == {"cannot be read: No such file or directory": ["b.py"]}
+    assert report.unused == {"cannot be read: No such file or directory": ["b.py"]}
     assert report.files == 3
     (tmp_path / "train.py").write_text("import a, b\n")
     assert evidence.in_program(tmp_path / "train.py", tmp_path) == ([], {"a", "apex", "b"})
@@ -454,8 +453,9 @@ def test_what_is_no_file_and_what_is_too_deep_does_not_end_the_report(tmp_path: 
     os.mkfifo(tmp_path / "pipe.py")
     report = examine(tmp_path)
     assert report.files == 2
-    (sentence,) = report.unsupported
+    (sentence,) = report.unused  # No script imports it.
     assert "is nested too deeply" in sentence
+    assert report.status == 0
 
 
 def test_a_script_whose_name_is_like_an_option_is_named_with_its_folder(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from modernize_cases import CASES, IGNORED, XX, X, scheduler, written
+from modernize_cases import CASES, IGNORED, XX, X, said, scheduler, written
 from torch import Tensor, nn
 from torch.jit import _builtins
 
@@ -26,6 +27,8 @@ from apex_mp._run.replacements import Replacements
 from apex_mp._run.settings import Settings
 
 pytestmark = pytest.mark.cpu_only
+
+SLOT = type(object.__repr__)  # a method that is a slot of a class in C
 
 
 @pytest.fixture
@@ -316,3 +319,82 @@ def test_nothing_of_it_is_left() -> None:
     assert len(_builtins._builtin_table or ()) > len(known)
     replacements.undo()
     assert known == _builtins._builtin_table
+
+
+def test_no_slot_of_a_class_in_c_is_replaced(modern: Replacements) -> None:
+    """A Python method in the place of a slot makes torch take numbers for sequences."""
+    codes = {name: getattr(value, "__code__", None) for name, value in vars(Tensor).items()}
+    named = {name for name, code in codes.items() if code and "modernize" in code.co_filename}
+    assert {name for name in named if name.startswith("__")} == {
+        *("__iadd__", "__imul__", "__isub__", "__itruediv__"),
+        *("__invert__", "__rsub__", "__sub__"),
+    }
+    slots = (name for name in dir(Tensor) if type(getattr(torch._C.TensorBase, name, None)) is SLOT)
+    assert {"__getitem__", "__setitem__"} <= {*slots}
+    for name in ("__getitem__", "__setitem__"):
+        assert getattr(Tensor, name) is getattr(torch._C.TensorBase, name)
+    numbers = [X[1], X[2]]
+    made = torch.tensor(numbers), torch.as_tensor(numbers), torch.FloatTensor(numbers)
+    assert [one.tolist() for one in (*made, X.new_tensor(numbers))] == [[2.0, 3.0]] * 4
+
+
+def test_a_source_is_compiled_with_its_meaning(modern: Replacements) -> None:
+    text = """
+from __future__ import annotations
+import ast
+log = []
+class Odd(dict):
+    def fill_(self, *values, **named):
+        log.append((values, named))
+    def __missing__(self, key):
+        log.append(key)
+        return [key]
+def one(value):
+    log.append(value)
+    return value
+odd = Odd()
+odd[one("a")] += one(["b"])
+odd[one(1), one(2), ...] = one(4)
+odd.fill_(*[5], **{"six": 7})
+x = y = [1, 2]
+x[0], y[1] = x[1], y[0]
+x[-1:] += [8]
+x[one(0) : one(1)] = one([9, 9])
+def annotated(x: Literal[0]) -> Tuple[0]:
+    a: List[0] = x[0]
+    return a
+got = log, dict(odd), x, annotated.__annotations__, annotated("z")
+"""
+    modern_way = said(text)
+    plain: dict[str, Any] = {}
+    exec(text, plain)
+    assert modern_way == plain["got"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["script", "child", "spawn"])
+def test_sources_are_compiled_in_each_process(way: str, tmp_path: Path) -> None:
+    (tmp_path / "used.py").write_text("def number(loss):\n    return loss.data[0]\n")
+    (tmp_path / "work.py").write_text(
+        "import sys, torch, used\n"
+        "def work(_=None):\n"
+        "    x = torch.zeros(2).copy_(torch.ones(2), async=True)\n"
+        "    x[torch.tensor([1, 0], dtype=torch.uint8)] = 3\n"
+        "    print('worked', used.number(x.sum()), sys.argv[1:], __file__ == sys.argv[0])\n"
+        "if __name__ == '__main__':\n"
+        "    if 'spawn' in sys.argv:\n"
+        "        import multiprocessing\n"
+        "        process = multiprocessing.get_context('spawn').Process(target=work)\n"
+        "        process.start(); process.join()\n"
+        "    else:\n"
+        "        work()\n"
+    )
+    (tmp_path / "start.py").write_text(
+        "import subprocess, sys, torch\nsubprocess.check_call([sys.executable, *sys.argv[1:]])\n"
+    )
+    script = str(tmp_path / "work.py")
+    arguments = [script, way] if way != "child" else [str(tmp_path / "start.py"), script, way]
+    command = [sys.executable, "-m", "apex_mp", "run", "--modernize", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert f"worked 4.0 ['{way}'] True" in done.stdout, done.stderr
+    assert not [*tmp_path.rglob("*.pyc")]

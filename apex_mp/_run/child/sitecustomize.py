@@ -7,11 +7,12 @@ it hides.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import module_from_spec
+from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -78,6 +79,18 @@ def _run_the_hidden_one() -> None:
         spec.loader.exec_module(module)
 
 
+def _modernize_sources() -> None:
+    """Change how Python compiles scripts, before it compiles this process's."""
+    path = os.path.join(os.path.dirname(_HERE), "modernize", "source.py")
+    spec = spec_from_file_location("_apex_mp_source", path)
+    if spec is not None and spec.loader is not None:
+        source = module_from_spec(spec)
+        spec.loader.exec_module(source)
+        source.supply(setattr)
+
+
 if "APEX_MP_RUN" in os.environ:
     sys.meta_path.insert(0, _Waiting())
+    if json.loads(os.environ["APEX_MP_RUN"])["modernize"]:
+        _modernize_sources()
 _run_the_hidden_one()

@@ -6,6 +6,14 @@ on the calling module. So conditions in the script hold, and torch's code for GP
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from apex_mp._run.cpu import cuda_module, facts, libraries, places, tensors
 from apex_mp._run.replacements import Replacements
 
@@ -13,7 +21,7 @@ ANNOUNCEMENT = (
     "apex_mp run: --device cpu: everything that the script puts on a GPU lies on the CPU; "
     "torch.cuda answers as if there were one"
 )
-SLOW = (
+_SLOW = (
     "apex_mp run: on a CPU float16 convolutions take many times as long as float32 ones; "
     "--dtype bfloat16 casts to bfloat16 instead"
 )
@@ -27,3 +35,23 @@ def redirect(replacements: Replacements) -> None:
     cuda_module.replace(replacements)
     facts.replace(replacements)
     libraries.replace(replacements)
+    for name in ("conv1d", "conv2d", "conv3d"):
+        original = getattr(torch.nn.functional, name)
+        replacements.set(torch.nn.functional, name, _warning_of_float16(original))
+
+
+def _warning_of_float16(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def convolution(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+        is_cast = torch.is_autocast_enabled("cpu")
+        dtype = torch.get_autocast_dtype("cpu") if is_cast else input.dtype
+        if dtype == torch.float16:
+            _warn_of_float16()
+        return original(input, *args, **kwargs)
+
+    return convolution
+
+
+@functools.cache
+def _warn_of_float16() -> None:
+    print(_SLOW, file=sys.stderr)

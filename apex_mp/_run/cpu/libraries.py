@@ -15,7 +15,7 @@ from torch import distributed
 from apex_mp._run.cpu.places import on_cpu, type_on_cpu
 from apex_mp._run.replacements import Replacements, called_by_torch, unless_torch
 from apex_mp.parallel import multiproc
-from apex_mp.parallel.sync_batchnorm import needs_torchs_check
+from apex_mp.parallel.sync_batchnorm import forward_on_cpu
 
 _NCCL = re.compile(r"nccl|(?=.*\bcuda:nccl\b)\w+:\w+(,\w+:\w+)*")
 
@@ -50,8 +50,9 @@ def replace(replacements: Replacements) -> None:
         replacements.set(distributed, name, _with_gloo(getattr(distributed, name)))
     parallel = torch.nn.parallel.DistributedDataParallel
     replacements.set(parallel, "__init__", _without_devices(parallel.__init__))
-    check = "_passing_sync_batchnorm_handle"
-    replacements.set(parallel, check, _unless_ours(getattr(parallel, check)))
+    # torch refuses its SyncBatchNorm on a CPU, in the wrapper and in the layer.
+    replacements.set(parallel, "_passing_sync_batchnorm_handle", lambda self, module: None)
+    replacements.set(torch.nn.SyncBatchNorm, "forward", forward_on_cpu)
 
 
 def _load(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,15 +153,6 @@ def _without_devices(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, module, None, None, *args, **kwargs)
 
     return __init__
-
-
-def _unless_ours(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def check(self: Any, module: torch.nn.Module) -> None:
-        if needs_torchs_check(module):
-            original(self, module)
-
-    return check
 
 
 def _without_gpus(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from apex_mp._run.modernize import (
     masks,
     names,
     packages,
+    source,
     torch_functions,
     training,
 )
@@ -18,3 +19,4 @@ def supply(replacements: Replacements) -> None:
     """Restore features in this process that scripts of 2018-2019 rely on."""
     for module in (names, packages, torch_functions, division, masks, training, arrays):
         module.supply(replacements)
+    source.supply(replacements.set)

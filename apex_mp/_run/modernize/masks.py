@@ -25,7 +25,6 @@ def supply(replacements: Replacements) -> None:
     for owner in (Tensor, torch):
         for name in ("index_put", "index_put_"):
             replacements.set(owner, name, _index_put(name, getattr(owner, name)))
-    replacements.set(Tensor, "__setitem__", _setitem(Tensor.__setitem__))
     replacements.set(torch, "where", _where(torch.where))
     for name in ("__sub__", "__rsub__"):
         replacements.set(Tensor, name, _subtraction(getattr(Tensor, name)))
@@ -65,16 +64,6 @@ def _index_put(name: str, original: Callable[..., Tensor]) -> Callable[..., Tens
         return original(self, [_as_bool(name, index) for index in indices], *args, **kwargs)
 
     return index_put
-
-
-def _setitem(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __setitem__(self: Tensor, index: Any, value: Any) -> None:  # noqa: N807
-        if isinstance(index, tuple):
-            index = tuple(_as_bool("x[mask] = value", part) for part in index)
-        original(self, _as_bool("x[mask] = value", index), value)
-
-    return __setitem__
 
 
 def _subtraction(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,12 +9,14 @@ import inspect
 import itertools
 import math
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, hub
 from torch.utils import data
 
 from apex_mp._run.modernize.notes import note
@@ -163,6 +165,15 @@ def _backend() -> str:
     return distributed.get_backend() if distributed.is_initialized() else "undefined"
 
 
+def _scalar_types() -> dict[str, list[Any]]:
+    numpy = importlib.import_module("numpy")
+    sizes = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64)}
+    named = {kind: [getattr(numpy, f"{kind}{size}") for size in sizes[kind]] for kind in sizes}
+    named["float"].append(numpy.longdouble)
+    named["complex"] = [numpy.complex64, numpy.complex128, numpy.clongdouble]
+    return {**named, "others": [bool, object, bytes, str, numpy.void]}
+
+
 DROPPED: dict[str, dict[str, Callable[[], Any]]] = {
     "inspect": {"getargspec": lambda: _getargspec},
     # Abstract classes were in collections itself before Python 3.10.
@@ -174,6 +185,7 @@ DROPPED: dict[str, dict[str, Callable[[], Any]]] = {
     "time": {"clock": lambda: time.process_time},
     "fractions": {"gcd": lambda: math.gcd},
     "numpy": {
+        "sctypes": _scalar_types,
         **{
             name: functools.partial(lambda value: value, value) for name, value in _BUILTINS.items()
         },
@@ -189,6 +201,13 @@ DROPPED: dict[str, dict[str, Callable[[], Any]]] = {
         "_initialized": distributed.is_initialized,
         "_backend": _backend,
         "dist_backend": lambda: distributed.Backend,
+    },
+    "torch.hub": {"_download_url_to_file": lambda: hub.download_url_to_file},
+    "torch.utils.model_zoo": {
+        "_download_url_to_file": lambda: hub.download_url_to_file,
+        "HASH_REGEX": lambda: hub.HASH_REGEX,
+        "urlparse": lambda: urllib.parse.urlparse,
+        "urlopen": lambda: urllib.request.urlopen,
     },
     "torch.utils.data.dataloader": {
         "_use_shared_memory": lambda: data.get_worker_info() is not None

@@ -15,8 +15,13 @@ from apex_mp._run.modernize.notes import note
 from apex_mp._run.replacements import Replacements
 
 _IMAGE = {"ANTIALIAS": "LANCZOS", "LINEAR": "BILINEAR", "CUBIC": "BICUBIC"}
+_MODELS = (
+    *("alexnet", "densenet", "googlenet", "inception"),
+    *("mobilenet", "resnet", "squeezenet", "vgg"),
+)
 # By module, the names that are supplied.
 NAMES: dict[str, tuple[str, ...]] = {
+    **{f"torchvision.models.{name}": ("model_urls",) for name in _MODELS},
     "PIL": ("PILLOW_VERSION",),
     "PIL.Image": (*_IMAGE,),
     "matplotlib.cm": ("get_cmap",),
@@ -161,6 +166,19 @@ def _change_image(replacements: Replacements, image: ModuleType) -> None:
             replacements.set(image, old, getattr(image, new))
 
 
+def _change_models(replacements: Replacements, module: ModuleType) -> None:
+    if hasattr(module, "model_urls"):
+        return
+    urls = {}
+    for name, weights in vars(module).items():
+        first = getattr(weights, "IMAGENET1K_V1", None)
+        if name.endswith("_Weights") and first is not None:
+            urls[name.removesuffix("_Weights").lower()] = first.url
+    if "inception_v3" in urls:
+        urls["inception_v3_google"] = urls["inception_v3"]
+    replacements.set(module, "model_urls", urls)
+
+
 def _change_transformers(replacements: Replacements, transformers: ModuleType) -> None:
     if hasattr(transformers, "AdamW"):
         return
@@ -187,6 +205,7 @@ def _change_transformers(replacements: Replacements, transformers: ModuleType) -
 
 
 CHANGED: tuple[tuple[str, Callable[[Replacements, ModuleType], None]], ...] = (
+    *((f"torchvision.models.{name}", _change_models) for name in _MODELS),
     ("yaml", _change_yaml),
     ("PIL", _change_pillow),
     ("PIL.ImageDraw", _change_draw),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from apex_mp._run.modernize.notes import note
+from apex_mp._run.modernize.source import on_leaf
 from apex_mp._run.replacements import Replacements, called_by_torch
 
 _VIEW = "view size is not compatible"
@@ -26,7 +27,8 @@ def supply(replacements: Replacements) -> None:
     replacements.set(torch, "load", _load(torch.load))
     replacements.set(torch, "full", _full(torch.full))
     replacements.set(Tensor, "view", _view(Tensor.view))
-    replacements.set(Tensor, "__getitem__", _getitem(Tensor.__getitem__))
+    for name in ("__iadd__", "__isub__", "__imul__"):
+        replacements.set(Tensor, name, _in_place(getattr(Tensor, name)))
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     replacements.set(iterator, "next", _next)
     sampler = torch.utils.data.Sampler
@@ -104,17 +106,12 @@ def _view(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return view
 
 
-def _getitem(original: Callable[..., Tensor]) -> Callable[..., Any]:
+def _in_place(original: Callable[..., Tensor]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def __getitem__(self: Tensor, index: Any) -> Any:  # noqa: N807
-        if type(index) is int and index == 0 and self.dim() == 0:
-            note(
-                "index 0 of a tensor of one number", "is the number, of one with a gradient itself"
-            )
-            return self if self.requires_grad else self.item()
-        return original(self, index)
+    def change(self: Tensor, other: Any) -> Any:
+        return on_leaf(self, lambda: original(self, other))
 
-    return __getitem__
+    return change
 
 
 def _sampler(original: Callable[..., None]) -> Callable[..., None]:
