@@ -232,12 +232,14 @@ $(CLIENTS_READY): tests/clients/requirements.txt tests/clients/projects.txt test
 
 # torchvision in a folder of its own: that of PyPI is compiled for CUDA, and where torch is not, each
 # library that finds it fails. tests/trainers/test_timm.py says how it is imported all the same.
-$(TRAINERS_READY): tests/trainers/requirements.txt tests/make_venv.py $(TORCH_READY) | $(BUILT)
+$(TRAINERS_READY): tests/trainers/requirements.txt tests/trainers/libraries.txt tests/make_venv.py $(TORCH_READY) | $(BUILT)
 	@echo 'Setting up $(TRAINERS_VENV): half a minute the first time'
 	$(VENV)/bin/python tests/make_venv.py $(TRAINERS_VENV)
 	$(TRAINERS_VENV)/bin/python -m pip install -qq --no-deps -r $<
 	$(TRAINERS_VENV)/bin/python -m pip install -qq --no-deps \
 	  --target $(TRAINERS_VENV)/torchvision torchvision==0.28.0
+	$(TRAINERS_VENV)/bin/python -m pip install -qq --no-deps --upgrade \
+	  --target $(TRAINERS_VENV)/libraries -r tests/trainers/libraries.txt
 	touch $@
 
 # Wheels, not editable: the extension in apex_mp/ is the one of .venv.

@@ -31,6 +31,8 @@ _SINCE_2020 = frozenset(
     {
         ("apex.optimizers", "FusedAdagrad"),
         ("apex.optimizers.fused_adagrad", "FusedAdagrad"),
+        ("apex.optimizers", "FusedMixedPrecisionLamb"),
+        ("apex.optimizers.fused_mixed_precision_lamb", "FusedMixedPrecisionLamb"),
         ("amp_C", "multi_tensor_adagrad"),
         ("amp_C", "multi_tensor_adam_capturable"),
         ("amp_C", "multi_tensor_adam_capturable_master"),

@@ -122,13 +122,15 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "apex.optimizers": {
         "apex_mp.optimizers": (
-            "FP16_Optimizer FusedAdagrad FusedAdam FusedLAMB FusedNovoGrad FusedSGD"
+            "FP16_Optimizer FusedAdagrad FusedAdam FusedLAMB FusedMixedPrecisionLamb FusedNovoGrad "
+            "FusedSGD"
         )
     },
     "apex.optimizers.fp16_optimizer": {"apex_mp.optimizers": "FP16_Optimizer"},
     "apex.optimizers.fused_adagrad": {"apex_mp.optimizers": "FusedAdagrad"},
     "apex.optimizers.fused_adam": {"apex_mp.optimizers": "FusedAdam"},
     "apex.optimizers.fused_lamb": {"apex_mp.optimizers": "FusedLAMB"},
+    "apex.optimizers.fused_mixed_precision_lamb": {"apex_mp.optimizers": "FusedMixedPrecisionLamb"},
     "apex.optimizers.fused_novograd": {"apex_mp.optimizers": "FusedNovoGrad"},
     "apex.optimizers.fused_sgd": {"apex_mp.optimizers": "FusedSGD"},
     "apex.parallel": {"apex_mp.parallel": f"DistributedDataParallel ReduceOp Reducer {_SYNC_BN}"},

@@ -47,6 +47,7 @@ class FusedOptimizer(SavedOptimizer):
     _engine: Engine
     _host_grads: HostGrads | None = None
     _has_warned = False
+    _asks_for_masters = "master_weights=True"
     _zero_group: Any = None  # of processes that step parts of the parameters
 
     # --- Defined by each optimizer.
@@ -209,5 +210,5 @@ class FusedOptimizer(SavedOptimizer):
         if "_amp_initialized" in self.__dict__:  # O3 asks for this.
             return
         name, named = self._public_name, ParamNames(None, None).params(self.param_groups)
-        advice = f"{name}(..., master_weights=True) keeps masters"
+        advice = f"{name}(..., {self._asks_for_masters}) keeps masters"
         warn_of_lost_updates(self, name, named, advice)

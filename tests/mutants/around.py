@@ -216,7 +216,5 @@ OLD_SCRIPTS = {
         "{'eps': eps, 'weight_decay': weight_decay, 'bias_correction': True}",
         "run_modernize",
     ),
-    "uint8 masks in assignments stay": Mutant(
-        "__setitem__", "_as_bool('x[mask] = value', index)", "index", "run_modernize"
-    ),
+    "uint8 masks in assignments stay": Mutant("set_item", "_as_bool(key)", "key", "run_modernize"),
 }

@@ -331,13 +331,30 @@ def test_processes_talk_over_gloo_and_models_forget_their_gpu(tmp_path: Path) ->
     )
     try:
         assert torch.distributed.get_backend() == "gloo"
-        model = nn.parallel.DistributedDataParallel(
-            nn.Sequential(nn.Linear(1, 1), SyncBatchNorm(1)).cuda(), device_ids=[0], output_device=0
-        )
-        model(torch.ones(2, 1).cuda()).sum().backward()
+        for norm in (SyncBatchNorm(1), nn.SyncBatchNorm(1)):
+            model = nn.parallel.DistributedDataParallel(
+                nn.Sequential(nn.Linear(1, 1), norm).cuda(), device_ids=[0], output_device=0
+            )
+            model(torch.ones(2, 1).cuda()).sum().backward()
+            assert norm.num_batches_tracked == 1
         assert torch.distributed.new_group(backend="nccl") is not None
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_float16_convolution_is_said_to_be_slow_once(capsys: pytest.CaptureFixture[str]) -> None:
+    cpu._warn_of_float16.cache_clear()
+    layer, x = nn.Conv2d(1, 1, 1), torch.ones(1, 1, 2, 2)
+    layer(x)
+    layer.bfloat16()(x.bfloat16())
+    with torch.autocast("cuda", torch.bfloat16):
+        nn.Conv1d(1, 1, 1)(torch.ones(1, 1, 2))
+    assert capsys.readouterr().err == ""
+    with torch.autocast("cuda", torch.float16):
+        nn.Conv1d(1, 1, 1)(torch.ones(1, 1, 2))
+    layer.half()(x.half())
+    assert capsys.readouterr().err.count("float16 convolutions take many times") == 1
 
 
 # What a build with CUDA says where there is no GPU.

@@ -61,7 +61,9 @@ def supply(set_attribute: Callable[[Any, str, Any], None]) -> None:
 def is_of_project(path: str) -> bool:
     """Return whether a file is no part of Python, of an installed package or of apex_mp."""
     real = os.path.realpath(path)
-    return not any(real.startswith(folder + os.sep) for folder in (*_INSTALLED, _APEX_MP))
+    if any(real.startswith(folder + os.sep) for folder in (*_INSTALLED, _APEX_MP)):
+        return False
+    return {"site-packages", "dist-packages"}.isdisjoint(real.split(os.sep))
 
 
 def compiled(source: bytes, path: str, *, is_script: bool = False) -> CodeType:
@@ -117,7 +119,8 @@ class _Rewriter(ast.NodeTransformer):
         target = node.targets[0]
         if len(node.targets) > 1 or not isinstance(target, ast.Subscript):
             return node
-        return ast.Expr(_call(node, "set_item", node.value, target.value, _key(target.slice)))
+        call = _call(node, "set_item", node.value, target.value, _key(target.slice))
+        return ast.copy_location(ast.Expr(call), node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         self.generic_visit(node)
@@ -126,7 +129,8 @@ class _Rewriter(ast.NodeTransformer):
             return node
         name = _OPERATORS.get(type(node.op), f"i{type(node.op).__name__.lower()}")
         item = _call(node, "read_item", target.value, _key(target.slice))
-        return ast.Expr(_call(node, "augment", item, ast.Constant(name), node.value))
+        call = _call(node, "augment", item, ast.Constant(name), node.value)
+        return ast.copy_location(ast.Expr(call), node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -158,8 +162,7 @@ def _is_in_place(name: str) -> bool:
 
 def _call(place: ast.AST, name: str, *args: ast.expr, keywords: Any = ()) -> ast.Call:
     function = ast.Attribute(ast.Name(_OURS, ast.Load()), name, ast.Load())
-    call = ast.copy_location(ast.Call(function, [*args], [*keywords]), place)
-    return ast.fix_missing_locations(call)
+    return ast.copy_location(ast.Call(function, [*args], [*keywords]), place)
 
 
 def _key(key: ast.expr) -> ast.expr:
