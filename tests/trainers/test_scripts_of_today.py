@@ -49,6 +49,7 @@ SFT = (
     "--lr_scheduler_type", "constant", "--logging_steps", "4", "--report_to", "none",
     "--save_strategy", "no",
 )
+DPO = ("-m", "trl.scripts.dpo", *("pairs" if word == "data" else word for word in SFT[2:]))
 # fmt: on
 CLIENTS = {
     "transformers, adamw_torch": trainer(),
@@ -58,6 +59,8 @@ CLIENTS = {
     "TRL's sft.py": Client(SFT, ("--dtype", "float32"), ("--dtype", "float16", "--fp16")),
     "accelerate": Client((str(SCRIPTS / "accelerate_loop.py"),), (), ("--half",)),
     "Lightning": Client((str(SCRIPTS / "lightning_trainer.py"),), (), ("--half",)),
+    "Lightning, 16-true": Client((str(SCRIPTS / "lightning_trainer.py"),), (), ("--true",)),
+    "TRL's dpo.py": Client(DPO, ("--dtype", "float32"), ("--dtype", "float16", "--fp16")),
 }
 
 
@@ -89,6 +92,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [" ".join(str((k + i * (1 + k % 3)) % 20) for i in range(16)) for k in range(256)]
     lines = "".join(json.dumps({"text": row}) + "\n" for row in rows)
     (folder / "data" / "train.jsonl").write_text(lines)
+    (folder / "pairs").mkdir()
+    pairs = [{"prompt": row[:9], "chosen": row[9:], "rejected": row[::-1][9:]} for row in rows]
+    (folder / "pairs" / "train.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
     return folder
 
 

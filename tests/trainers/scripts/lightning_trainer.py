@@ -6,7 +6,7 @@ import lightning
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-half = sys.argv[1:] == ["--half"]
+half, true = sys.argv[1:] == ["--half"], sys.argv[1:] == ["--true"]
 
 
 class Classifier(lightning.LightningModule):
@@ -19,7 +19,7 @@ class Classifier(lightning.LightningModule):
             self.network.half()
 
     def training_step(self, batch, number):
-        outputs = self.network(batch.half() if half else batch).float()
+        outputs = self.network(batch.half() if half or true else batch).float()
         loss = torch.nn.functional.cross_entropy(outputs, (batch[:, 0] > 0).long())
         print({"loss": loss.item()})
         return loss
@@ -39,5 +39,6 @@ trainer = lightning.Trainer(
     enable_progress_bar=False,
     accelerator="cpu",
     plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if half else None,
+    precision="16-true" if true else None,
 )
 trainer.fit(classifier, torch.utils.data.DataLoader(inputs, 32))
