@@ -12,6 +12,7 @@ from apex_mp._as_apex import evidence
 from apex_mp._as_apex.eras import ERAS
 from apex_mp._run.settings import Settings
 from apex_mp.core import extension
+from apex_mp.core.spelling import did_you_mean
 
 _WITH_VALUE = ("--era", "--device", "--dtype", "--init-scale")
 
@@ -20,7 +21,11 @@ def main(arguments: Sequence[str]) -> None:
     """Run a script or a module as python itself would, with the name apex installed."""
     parser = _parser()
     ours, theirs = _split(arguments)
-    options = parser.parse_args(ours)
+    options, unknown = parser.parse_known_args(ours)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        meant = did_you_mean(unknown[0].partition("=")[0], flags)
+        parser.error(f"there is no option {unknown[0]}{meant}")
     if (options.init_scale is not None or options.strict) and not options.master_weights:
         parser.error("--init-scale and --strict need --master-weights")
     if options.init_scale is not None and not 0.0 < options.init_scale < math.inf:
@@ -56,7 +61,17 @@ def main(arguments: Sequence[str]) -> None:
         apply(settings, child=False)
     except RuntimeError as error:
         sys.exit(str(error))
-    program.execute(settings)
+    try:
+        program.execute(settings)
+    except SystemExit as ended:
+        late = [word for word in rest if word.partition("=")[0] in parser._option_string_actions]
+        if ended.code == 2 and late:  # argparse's status for what it does not know
+            print(
+                f"apex_mp run: {late[0]} was given to the script; an option of run stands before "
+                "the script",
+                file=sys.stderr,
+            )
+        raise
 
 
 def _era(name: str, is_module: bool) -> str:

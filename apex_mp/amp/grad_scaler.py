@@ -135,7 +135,11 @@ class GradScaler(torch.amp.GradScaler):
         self._init_overflows = 0  # as torch's `_init_scale`
         self._on_device: DeviceScale | None = None
         if enabled and self._has_bounds:
-            DynamicLossScale(init_scale, **self._rule._asdict())
+            try:
+                DynamicLossScale(init_scale, **self._rule._asdict())
+            except (TypeError, ValueError) as error:
+                said = str(error).replace("DynamicLossScale", "GradScaler", 1)
+                raise type(error)(said) from None
         self._model = None if model is None else weakref.ref(model)
         self._check_buffers()
         parallel_masters.follow_join()

@@ -75,6 +75,12 @@ class AmpHandle:
         self._switched_off = threading.local()
         self._was_replaced = False
 
+    def __repr__(self) -> str:
+        state = "on" if _current.handle is self else "off"
+        place = f"{self._switch.dtype} on {self._switch.device_type!r}"
+        scale = None if self._default_scaler is None else self._default_scaler.loss_scale()
+        return f"<{type(self).__name__}: casts to {place} are {state}, loss scale {scale}>"
+
     # Switching on and off.
 
     def _activate(self) -> None:

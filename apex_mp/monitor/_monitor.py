@@ -273,8 +273,21 @@ class Monitor:
             skipped: Whether it was skipped [False].
             grad_norm: l2 norm of the unscaled gradients before clipping [None].
             clip: The factor by which clipping multiplied the gradients [None].
+
+        Raises:
+            TypeError: One is no number.
         """
-        self.after_step(step_log.StepNote(skipped, scale, grad_norm=grad_norm, clip=clip))
+        numbers = {"scale": scale, "grad_norm": grad_norm, "clip": clip}
+        for name, value in numbers.items():
+            if value is not None:
+                try:
+                    numbers[name] = float(value)
+                except (TypeError, ValueError, RuntimeError):
+                    raise TypeError(
+                        f"Monitor.record: {name} is {value!r:.60}; it must be a number"
+                    ) from None
+        scale, grad_norm, clip = numbers.values()  # type: ignore[assignment]
+        self.after_step(step_log.StepNote(bool(skipped), scale, grad_norm=grad_norm, clip=clip))
 
     def _judge(self, step: Step, lowest: float | None, of: int) -> None:
         """After a skipped step, look for the origin of inf, and act at the smallest loss scale."""

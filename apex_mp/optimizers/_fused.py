@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from apex_mp.core import readback, tensors
+from apex_mp.core.spelling import did_you_mean
 from apex_mp.engine import offload as _offload
 from apex_mp.engine.devices import zero_group
 from apex_mp.engine.engine import Engine
@@ -57,6 +60,11 @@ class FusedOptimizer(SavedOptimizer):
         self._check_options(group)
 
     # --- Options.
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _naming_options(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(
         self,
@@ -212,3 +220,19 @@ class FusedOptimizer(SavedOptimizer):
         name, named = self._public_name, ParamNames(None, None).params(self.param_groups)
         advice = f"{name}(..., {self._asks_for_masters}) keeps masters"
         warn_of_lost_updates(self, name, named, advice)
+
+
+def _naming_options(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that says which option an unknown one may stand for."""
+    known = inspect.signature(constructor).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+
+    @functools.wraps(constructor)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
+        unknown = [] if takes_any else [name for name in options if name not in known]
+        if unknown:
+            meant = did_you_mean(unknown[0], known)
+            raise TypeError(f"{type(self).__name__}: there is no option {unknown[0]!r}{meant}")
+        constructor(self, *args, **options)
+
+    return __init__

@@ -75,6 +75,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     _public_name = "FusedAdam"
+    _in_torch = torch.optim.AdamW
     _rule = Rule(
         "adam", StateLayout("an Adam", tensors=("exp_avg", "exp_avg_sq"), numbers=("step",))
     )
@@ -126,14 +127,10 @@ class FusedAdam(FusedOptimizer):
         """0 if eps is added inside the square root, else 1; apex's name."""
         return 0 if self.defaults["eps_inside_sqrt"] else 1
 
-    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
-        """Return state and options, also under torch.optim.Adam's names."""
-        saved = super().state_dict(compact=compact)
-        for group in saved["param_groups"]:
-            group["decoupled_weight_decay"] = group["adam_w_mode"]
-            if "moment_dtype" in group:  # torch.distributed.checkpoint takes no dtype.
-                group["moment_dtype"] = f"{group['moment_dtype']}".removeprefix("torch.")
-        return saved
+    def _add_names_of_others(self, group: dict[str, Any]) -> None:
+        group["decoupled_weight_decay"] = group["adam_w_mode"]
+        if "moment_dtype" in group:  # torch.distributed.checkpoint takes no dtype.
+            group["moment_dtype"] = f"{group['moment_dtype']}".removeprefix("torch.")
 
     def _adapt_group(
         self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]

@@ -97,6 +97,7 @@ class FusedSGD(FusedOptimizer):
     """
 
     _public_name = "FusedSGD"
+    _in_torch = torch.optim.SGD
     _rule = _Rule("sgd", StateLayout("an SGD", tensors=(BUFFER,), unsaved_numbers=(IS_FRESH,)))
     _pickled = ("materialize_master_grads", "set_grad_none", "unscale_grads", "offload")
 

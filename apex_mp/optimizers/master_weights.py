@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from apex_mp.core.log import warn
+from apex_mp.core.log import counted, warn
 from apex_mp.core.state_checks import as_dict
 from apex_mp.core.tensors import params_of
 from apex_mp.engine.devices import ZERO, zero_group
@@ -129,6 +129,11 @@ class MasterWeights(Addition):
         members: dict[str, Any] = {name: in_float32(member) for name, member in names.items()}
         members["state"] = attribute_with_checkpoint_view("state", own_class)
         return members
+
+    def __repr__(self) -> str:
+        count = sum(map(needs_master, params_of(self)))
+        said: str = own(self, MasterWeights).__repr__()
+        return f"{said} with float32 masters of {counted(count, 'parameter')} in 16 bits"
 
     # --- The step.
 
@@ -446,8 +451,8 @@ def _new(
     cls: Any = optimizer_class if given is None else type(given)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(
-            f"MasterWeights: optimizer_class is {cls!r}; it must be a class of optimizers, such as "
-            "torch.optim.Muon"
+            f"MasterWeights: optimizer_class is {_shown(cls)}; it must be a class of optimizers, "
+            "such as torch.optim.Muon, whose options follow it"
         )
     if issubclass(cls, MasterWeights):
         return given  # It has masters.
@@ -477,8 +482,19 @@ def _new(
     return give_masters(optimizer, Settings(master_weights, keep_grads))
 
 
+def _shown(given: Any) -> str:
+    kind = type(given).__name__
+    return f"an object, of {kind}" if isinstance(given, torch.optim.Optimizer) else repr(given)
+
+
 def give_masters(optimizer: Any, settings: Settings) -> Any:
     """Give masters to an optimizer in place, and return it."""
+    for param in params_of(optimizer):
+        if param.is_floating_point() and param.itemsize == 1:
+            raise TypeError(
+                f"MasterWeights: a parameter is of {param.dtype}; it must be float16, bfloat16, "
+                "float32 or float64"
+            )
     attach(optimizer, MasterWeights)
     optimizer._install(settings)
     return optimizer

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from apex_mp.core import options
+from apex_mp.core.log import logger
 from apex_mp.core.state_checks import as_dict, check_optimizer_state
 from apex_mp.masters import layout
 from apex_mp.masters.store import MASTER, MasterStore, StateView
 from apex_mp.saved.dcp import attribute_with_checkpoint_view
+
+_LOG = logger("apex_mp.optimizers")
 
 
 class SavedOptimizer(torch.optim.Optimizer):
@@ -24,6 +27,8 @@ class SavedOptimizer(torch.optim.Optimizer):
     # The class's name in messages; a user's subclass has another one.
     _public_name: str
     _rule: layout.Rule
+    # The optimizer of torch that loads what this one saves.
+    _in_torch: Any = None
     # Attributes that are pickled beside state and options.
     _pickled: tuple[str, ...] = ("unscale_grads", "offload")
     # Whether masters and moments are in host memory, and gradients, too.
@@ -37,6 +42,9 @@ class SavedOptimizer(torch.optim.Optimizer):
             group: A parameter group with all options, or the defaults.
         """
         options.check_group(self._public_name, group)
+
+    def _add_names_of_others(self, group: dict[str, Any]) -> None:
+        """Add the names by which other optimizers know options of a group that is saved."""
 
     def _adapt_group(
         self, number: int, group: dict[str, Any], states: dict[Any, dict[str, Any]]
@@ -88,13 +96,18 @@ class SavedOptimizer(torch.optim.Optimizer):
         self._own_masters.put_back(self)
         return self._own_masters.whole_of(param)
 
-    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, compact: bool = False, for_torch: bool = False) -> dict[str, Any]:
         """Return state and options.
 
         Args:
             compact: Save split masters as they are kept, in 2 bytes for each element, which are
                 valid only with the same weights; else as float32, which other optimizers load
                 too [False].
+            for_torch: Leave out what the optimizer of torch that does the same does not have:
+                masters, and options of this class [False].
+
+        Raises:
+            ValueError: `for_torch` is set, and no optimizer of torch does the same.
         """
         self._rule.tidy(self.state)
         self._own_masters.put_back(self)
@@ -109,7 +122,27 @@ class SavedOptimizer(torch.optim.Optimizer):
                     layout = self._rule.layout_of(group)
                     state = layout.completed({}, param, group, self._state_device)
                 saved["state"][index] = {**state, MASTER: master}
+        for group in saved["param_groups"]:
+            self._add_names_of_others(group)
+        if for_torch:
+            self._leave_torchs(saved)
         return saved
+
+    def _leave_torchs(self, saved: dict[str, Any]) -> None:
+        if self._in_torch is None:
+            raise ValueError(
+                f"{self._public_name}.state_dict: for_torch is True; it must be False, because no "
+                "optimizer of torch does the same"
+            )
+        known = {*self._in_torch([torch.empty(0)]).param_groups[0], "initial_lr", "param_names"}
+        saved["param_groups"] = [
+            {name: value for name, value in group.items() if name in known}
+            for group in saved["param_groups"]
+        ]
+        saved["state"] = {
+            key: {name: value for name, value in state.items() if name != MASTER}
+            for key, state in saved["state"].items()
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of this optimizer, or of torch's that does the same.
@@ -131,6 +164,7 @@ class SavedOptimizer(torch.optim.Optimizer):
                 self._check_options({**self.defaults, **group})
             return adapted
 
+        before = [_options(group) for group in self.param_groups]
         # A hook, so that it runs after the user's hooks have changed the state.
         handle = self.register_load_state_dict_pre_hook(adapt)
         try:
@@ -138,6 +172,14 @@ class SavedOptimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
         self._own_masters.load(masters)
+        changes = [
+            f"{name} of group {number} is {value!r} as in the file, and was {old[name]!r}"
+            for number, (old, group) in enumerate(zip(before, self.param_groups, strict=True))
+            for name, value in _options(group).items()
+            if name in old and old[name] != value
+        ]
+        if changes:
+            _LOG.info("%s.load_state_dict: %s", self._public_name, "; ".join(changes))
 
     def _adapted(self, saved: Mapping[str, Any], masters: dict[Tensor, Tensor]) -> dict[str, Any]:
         """Return a saved state_dict in the layout used here, for load_state_dict and `unpack`.
@@ -199,3 +241,13 @@ class SavedOptimizer(torch.optim.Optimizer):
             self._own_masters = MasterStore()
         self._own_masters.kept.update(masters)
         super().__setstate__({**state, "state": states})
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that no schedule changes, as plain values."""
+    changing = ("params", "param_names", "lr", "initial_lr")
+    return {
+        name: value
+        for name, value in group.items()
+        if name not in changing and not torch.is_tensor(value)
+    }

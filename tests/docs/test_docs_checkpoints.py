@@ -17,7 +17,7 @@ from apex_mp.optimizers import FusedAdam
 pytestmark = [pytest.mark.cpu_only, pytest.mark.usefixtures("amp_off")]
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
-SAVE, RESUME, OPEN, CONVERT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SAVE, RESUME, LEAVE, OPEN, CONVERT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 class Net(nn.Module):
@@ -57,6 +57,20 @@ def test_a_training_that_is_saved_and_resumed_goes_on_to_the_bit(
     resumed = new_training()
     exec(RESUME, resumed)
     assert all(map(torch.equal, train(resumed, range(5, 9)), expected))
+
+
+def test_torch_goes_on_in_float32_from_what_is_left(tmp_path: Path) -> None:
+    training = new_training()
+    masters = train(training, range(5))
+    training["model32"] = nn.Linear(4, 2)
+    exec(LEAVE, training)
+    for param, master in zip(training["model32"].parameters(), masters, strict=False):
+        assert torch.equal(param, master)
+    (group,) = training["optimizer32"].param_groups
+    assert group["lr"] == 1e-2
+    assert "max_grad_norm" not in group
+    for state in training["optimizer32"].state.values():
+        assert {*state} == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_the_code_that_opens_an_old_file_runs(

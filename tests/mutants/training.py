@@ -237,7 +237,7 @@ OPTIMIZERS = {
         "Engine.step", "outcome.found_inf", "False", "fused_sgd_in_wrappers"
     ),
     "torch.optim.Adam gets the other decay": Mutant(
-        "FusedAdam.state_dict",
+        "FusedAdam._add_names_of_others",
         "group['adam_w_mode']",
         "not group['adam_w_mode']",
         "fused_adam_state",

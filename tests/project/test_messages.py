@@ -22,7 +22,7 @@ from apex_mp.loss_scale_manager import FixedLossScaleManager, LossScaleOptimizer
 from apex_mp.monitor import History, Monitor, find_nonfinite
 from apex_mp.multi_tensor_apply import amp_C, apex_C
 from apex_mp.normalization import fused_layer_norm_cuda
-from apex_mp.optimizers import FusedAdam
+from apex_mp.optimizers import FusedAdam, MasterWeights
 from apex_mp.parallel.LARC import LARC
 from apex_mp.scale.amp_scaler import LossScaler
 
@@ -122,6 +122,18 @@ WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "FusedAdam: bias_correction is (0.9", lambda: adam(bias_correction=(0.9, 0.99))),
     (ValueError, "FusedAdam: moment_dtype is torch.float16", lambda: adam(moment_dtype=HALF)),
     (ValueError, "FusedAdam: master_weights is 'both'", lambda: adam(master_weights="both")),
+    (TypeError, "FusedAdam: there is no option 'master_weight'; did you mean 'master_weights'?",
+     lambda: adam(master_weight=True)),
+    (TypeError, "FusedAdam: there is no option 'zzz'", lambda: adam(zzz=1)),
+    (TypeError, "MasterWeights: optimizer_class is an object, of SGD; it must be a class",
+     lambda: MasterWeights([half_param()], sgd())),
+    (TypeError, "MasterWeights: a parameter is of torch.float8_e4m3fn",
+     lambda: MasterWeights([nn.Parameter(ONE.to(torch.float8_e4m3fn))], torch.optim.SGD)),
+    (ValueError, "GradScaler: max_scale is 1.0; it must lie in [4.0",
+     lambda: amp.GradScaler("cpu", max_scale=1.0, min_scale=4.0)),
+    (TypeError, "Monitor.record: scale is 'x'; it must be a number",
+     lambda: Monitor().record(scale="x")),
+    (TypeError, "Monitor.record: clip is tensor([1., 1.])", lambda: Monitor().record(clip=ONE)),
     (TypeError, "LARC: optimizer is a int", lambda: LARC(3)),
     (ValueError, "is no JSON file", lambda: History.load(__file__)),
     (ValueError, "is not what Monitor.save writes", lambda: History.load(RESULTS / "sass.json")),

@@ -66,7 +66,7 @@ class Switch:
         self.device_type = device_type
         self.active = True
         self.thread = _Thread()
-        self._dtype = dtype
+        self.dtype = dtype
         self._was_opened_in_main = False
 
     def open(self) -> None:
@@ -126,7 +126,7 @@ class Switch:
         device_type, before_init = self.device_type, self.thread.before
         before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         torch.set_autocast_enabled(device_type, True)
-        torch.set_autocast_dtype(device_type, self._dtype)
+        torch.set_autocast_dtype(device_type, self.dtype)
         try:
             yield
         finally:
@@ -144,7 +144,7 @@ class Switch:
             len(thread.regions),
         )
         torch.set_autocast_enabled(device_type, True)
-        torch.set_autocast_dtype(device_type, self._dtype)
+        torch.set_autocast_dtype(device_type, self.dtype)
         # torch's cache of casts does not detect edits of a weight; ours does.
         torch.set_autocast_cache_enabled(False)
 
