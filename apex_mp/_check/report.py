@@ -181,7 +181,8 @@ class _Findings:
 
         def rank(file: Path) -> tuple[bool, bool, bool, bool, int, str]:
             reached = self.reached([file])
-            name, places = bool(_LIKELY.search(file.stem)), len(file.parts)
+            is_test = file.stem.startswith("test") or "tests" in file.parts
+            name, places = bool(_LIKELY.search(file.stem)) and not is_test, len(file.parts)
             trains = not self.training.isdisjoint(reached)
             uses = not self.of_apex.isdisjoint(reached)
             return not (trains and name), not trains, not uses, not name, places, str(file)
