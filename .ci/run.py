@@ -23,6 +23,7 @@ EACH_TIME: tuple[str, ...] = ()
 NIGHTLY_ONLY = None
 TRAINER_PAGES = ("docs/trainers.md", "examples/trainers")
 OPERATORS = ("csrc", "tests/op_cases.py", "tests/operators/test_operators.py")
+STEPPING = tuple(f"apex_mp/{name}" for name in ("grads", "masters", "engine", "optimizers"))
 BY_PROCESSOR = ("apex_mp/amp", "apex_mp/normalization", "apex_mp/RNN")
 # Sanitized kernels pass their tests; the planted bugs, which test those tests, are nightly.
 SHORT = ("PYTEST_ARGS=--short --ignore=tests/cuda_on_cpu/test_planted_bugs.py",)
@@ -51,7 +52,7 @@ ON_BOTH_CORES = [
     Target("test-slow", 6, EACH_TIME),
     Target("test-offload", 6, ("csrc", "apex_mp", "tests/optimizers", "tests/amp")),
     Target("processors", 1, ("csrc", *BY_PROCESSOR, "tests/amp")),
-    Target("cuda-on-cpu", 15, (*OPERATORS, "tests/cuda_on_cpu", "apex_mp/optimizers"), SHORT),
+    Target("cuda-on-cpu", 15, (*OPERATORS, *STEPPING, "tests/cuda_on_cpu"), SHORT),
     Target("recipes", 8, ("csrc", "apex_mp", "tests/recipes", "examples"), NOT_SLOW),
     Target("every-case", 12, NIGHTLY_ONLY),
     Target("cuda-tests", 12, NIGHTLY_ONLY),
