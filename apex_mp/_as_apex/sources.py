@@ -233,8 +233,10 @@ def imports_from(path: Path, package: str) -> bool:
 
 
 def local_imports(source: Source, path: Path, root: Path) -> set[Path]:
-    """Return the files of a project that a file of it imports, from its folder or the root."""
-    return {*_local(source.tree, path, root, ""), *_local(source.tree, path, path.parent, "")}
+    """Return the files that a file of a project imports: from the root, its folder, its package."""
+    outside = next((each for each in path.parents if not (each / "__init__.py").is_file()), root)
+    folders = {root, path.parent, outside}
+    return {file for folder in folders for file in _local(source.tree, path, folder, "")}
 
 
 def _local(tree: ast.Module, path: Path, root: Path, package: str) -> Iterator[Path]:

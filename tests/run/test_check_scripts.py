@@ -25,7 +25,7 @@ TRAINS = "from apex import amp\nwith amp.scale_loss(l, o) as s:\n    s.backward(
 def report_of(tmp_path: Path, files: dict[str, str]) -> Report:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(textwrap.dedent(text))
+        (tmp_path / name).write_text(textwrap.dedent(text).replace("{}", tmp_path.name))
     return examine(tmp_path)
 
 
@@ -35,6 +35,12 @@ STATUS: dict[str, Any] = {
     "from its folder": ({"a/train.py": f"import old\n{GUARD}", "a/old.py": LEGACY}, 1, 1, 0),
     "through another": (
         {"train.py": "from m import x", "m/__init__.py": "from . import y", "m/y.py": LEGACY},
+        1,
+        1,
+        0,
+    ),
+    "by the name of the package around it": (
+        {"__init__.py": "", "train.py": f"import {{}}.old\n{GUARD}", "old.py": LEGACY},
         1,
         1,
         0,
