@@ -1,4 +1,13 @@
-"""Mixed-precision training with the API of NVIDIA's apex (2018-2019), on today's PyTorch."""
+"""Training on 16-bit weights with float32 masters, and the API of NVIDIA's apex (2018-2019).
+
+    optimizer = apex_mp.optimizers.FusedAdamW(model.parameters(), master_weights=True)
+    scaler = apex_mp.amp.GradScaler(device, model=model)
+
+`apex_mp.accelerate`, `lightning` and `pytorch_lightning` are imported when they are first used.
+"""
+
+import importlib
+from typing import Any
 
 from apex_mp._version import __version__
 from apex_mp.core import extension
@@ -53,5 +62,14 @@ __all__ = [
 ]
 
 
+_ON_FIRST_USE = ("accelerate", "lightning", "pytorch_lightning")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_FIRST_USE:
+        return importlib.import_module(f"apex_mp.{name}")
+    raise AttributeError(f"module 'apex_mp' has no attribute {name!r}")
+
+
 def __dir__() -> list[str]:
-    return __all__
+    return __all__  # Without what needs a trainer: inspect reads all that is listed here.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import os
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -347,6 +348,10 @@ class Monitor:
 
     def __repr__(self) -> str:
         return f"Monitor({self._history.total} steps, {self._history.skipped} skipped)"
+
+    def _repr_html_(self) -> str:
+        """Return the report, for a notebook."""
+        return f"<pre>{html.escape(self.report())}</pre>"
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draw the run so far; needs matplotlib.

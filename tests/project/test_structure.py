@@ -209,3 +209,11 @@ def test_no_two_test_files_have_one_name() -> None:
     # The Makefile and the table of mutants name a test file without its folder.
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+def test_the_package_completes_its_public_names() -> None:
+    names = {*dir(apex_mp)}
+    assert {"optimizers", "amp", "use_master_weights"} <= names
+    assert names.isdisjoint({"core", "engine", "grads", "masters", "saved", "scale", "step"})
+    with pytest.raises(AttributeError, match="module 'apex_mp' has no attribute 'nothing'"):
+        _ = apex_mp.nothing
