@@ -17,6 +17,16 @@ const PAGES = {
   "undefined symbol": "troubleshooting",
   uninstall: "install",
   wandb: "monitor",
+  GradScaler: "fp16_today",
+  overflow: "troubleshooting",
+  OOM: "memory",
+  "8bit": "memory",
+  speedup: "speed",
+  muon: "memory",
+  adafactor: "memory",
+  QLoRA: "trainers",
+  ROCm: "install",
+  "mat1 and mat2 must have the same dtype": "troubleshooting",
 };
 
 const site = process.argv[2];
