@@ -217,4 +217,22 @@ OLD_SCRIPTS = {
         "run_modernize",
     ),
     "uint8 masks in assignments stay": Mutant("set_item", "_as_bool(key)", "key", "run_modernize"),
+    "a change of what x.data views is lost": Mutant(
+        "in_data", "owner.data = data", "", "run_modernize"
+    ),
+    "what no script imports decides the status": Mutant(
+        "examine",
+        "[use for file, use in found.unsupported if file in counted]",
+        "[use for file, use in found.unsupported]",
+        "check_scripts",
+    ),
+    "a checkout of apex is read as the project's": Mutant(
+        "_without_apex", "found.isdisjoint(file.parents)", "True", "check_scripts"
+    ),
+    "a skipped step of FusedMixedPrecisionLamb counts": Mutant(
+        "FusedMixedPrecisionLamb._count",
+        "group['step'].copy_(state['step'].view(-1))",
+        "group['step'].add_(1)",
+        "fused_mixed_precision_lamb",
+    ),
 }
