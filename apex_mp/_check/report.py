@@ -133,7 +133,6 @@ class Report:
 class _Findings:
     """What files hold, in the order in which they are read; lists of pairs of what and where."""
 
-    files: int = 0
     names: list[Use] = dataclasses.field(default_factory=list)
     optional: list[Use] = dataclasses.field(default_factory=list)
     evidence: list[Evidence] = dataclasses.field(default_factory=list)
@@ -173,7 +172,7 @@ class _Findings:
         if is_certain or trains or _LIKELY.search(file.stem):
             self.programs[file] = is_certain
 
-    def scripts(self) -> list[Path]:
+    def scripts(self, root: Path) -> list[Path]:
         """Return the files that can be run, the likeliest first."""
         imported = {each for files in self.files_imported.values() for each in files}
         sure = [file for file, is_certain in self.programs.items() if is_certain]
@@ -181,8 +180,9 @@ class _Findings:
 
         def rank(file: Path) -> tuple[bool, bool, bool, bool, int, str]:
             reached = self.reached([file])
-            is_test = file.stem.startswith("test") or "tests" in file.parts
-            name, places = bool(_LIKELY.search(file.stem)) and not is_test, len(file.parts)
+            parts = file.relative_to(root).parts
+            is_test = file.stem.startswith("test") or "tests" in parts
+            name, places = bool(_LIKELY.search(file.stem)) and not is_test, len(parts)
             trains = not self.training.isdisjoint(reached)
             uses = not self.of_apex.isdisjoint(reached)
             return not (trains and name), not trains, not uses, not name, places, str(file)
@@ -213,9 +213,9 @@ def examine(path: Path, progress: Callable[[int, int], None] | None = None) -> R
     if not evidence:
         evidence = in_libraries(found.imports, path if path.is_dir() else path.parent)
     decided_by = era_of(evidence)
-    scripts = found.scripts()
-    counted = found.reached(scripts) if scripts else {file for file, _ in found.unsupported}
-    unsupported = [use for file, use in found.unsupported if file in counted]
+    scripts = found.scripts(path)
+    counted = found.reached(scripts) if scripts else {*files}
+    wrong = [*found.unsupported, *_of_eras(found.evidence, decided_by, path)]
     halved = [] if found.names else found.halved
     return Report(
         files=len(files),
@@ -226,10 +226,10 @@ def examine(path: Path, progress: Callable[[int, int], None] | None = None) -> R
         gpu=[*dict.fromkeys(found.gpu)],
         masters=_grouped([*halved, *(found.scaled if halved else ())]),
         optional=_grouped(found.optional),
-        unused=_grouped(use for file, use in found.unsupported if file not in counted),
+        unused=_grouped(use for file, use in wrong if file not in counted),
         cuda=_cuda_sources(path),
         left_out=left_out,
-        unsupported=_grouped([*unsupported, *_of_eras(found.evidence, decided_by)]),
+        unsupported=_grouped(use for file, use in wrong if file in counted),
         scripts=[file.as_posix() for file in scripts],
     )
 
@@ -292,11 +292,13 @@ def _of_table(name: str) -> list[str]:
     return places or ([name] if name.endswith(".*") else [])
 
 
-def _of_eras(evidence: Iterable[Evidence], era: str) -> Iterator[Use]:
-    """Yield the evidence for eras other than the chosen one."""
+def _of_eras(evidence: Iterable[Evidence], era: str, root: Path) -> Iterator[tuple[Path, Use]]:
+    """Yield the evidence for eras other than the chosen one, with its file."""
     for each in evidence:
         if era not in each.eras:
-            yield Use(f"{each.what} is of era {' and '.join(each.eras)}, not {era}", each.where)
+            name = each.where.rpartition(":")[0]
+            said = f"{each.what} is of era {' and '.join(each.eras)}, not {era}"
+            yield root / name if root.is_dir() else root, Use(said, each.where)
 
 
 def _of_packages(root: Path) -> Iterator[Evidence]:

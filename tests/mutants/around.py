@@ -222,8 +222,8 @@ OLD_SCRIPTS = {
     ),
     "what no script imports decides the status": Mutant(
         "examine",
-        "[use for file, use in found.unsupported if file in counted]",
-        "[use for file, use in found.unsupported]",
+        "_grouped((use for file, use in wrong if file in counted))",
+        "_grouped((use for file, use in wrong))",
         "check_scripts",
     ),
     "a checkout of apex is read as the project's": Mutant(

@@ -49,6 +49,15 @@ STATUS: dict[str, Any] = {
     "without a script": ({"layers.py": LEGACY}, 1, 1, 0),
     "Python 2 beside it": ({"train.py": TRAINS, "tools.py": "print 1\n"}, 0, 0, 1),
     "a program of Python 2": ({"train.py": TRAINS, "tools.py": f"print 1\n{GUARD}"}, 1, 1, 0),
+    "of another era beside it": (
+        {
+            "train.py": f"{TRAINS}amp.init(True, False)\nFusedAdam(max_grad_norm=1)\n",
+            "old.py": "from apex.optimizers import FusedAdagrad\n",
+        },
+        0,
+        0,
+        1,
+    ),
     "CUDA code": ({"train.py": TRAINS, "a/kernel.cu": ""}, 3, 0, 0),
     "CUDA code and another": ({"train.py": LEGACY, "a/kernel.cu": ""}, 1, 1, 0),
     "nothing": ({"train.py": TRAINS}, 0, 0, 0),

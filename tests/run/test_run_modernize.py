@@ -22,7 +22,7 @@ from torch.jit import _builtins
 
 from apex_mp import amp
 from apex_mp._run import cpu, hints, launched, modernize
-from apex_mp._run.modernize import notes
+from apex_mp._run.modernize import notes, source
 from apex_mp._run.replacements import Replacements
 from apex_mp._run.settings import Settings
 
@@ -369,6 +369,18 @@ got = log, dict(odd), x, annotated.__annotations__, annotated("z")
     plain: dict[str, Any] = {}
     exec(text, plain)
     assert modern_way == plain["got"]
+
+
+def test_a_name_of_early_python_is_replaced_where_it_stands() -> None:
+    text = (
+        "# caf\u00e9\r\n\x0c\n"
+        "x.cuda(async=True); y = 'async='\n"
+        "async def f(async=1): return async\n"
+    )
+    expected = text.replace("(async", "(non_blocking")
+    expected = expected.replace("return async", "return non_blocking")
+    assert source.without_async(text.encode()) == expected
+    assert source.without_async(b"async def f():\n    async with x: pass\n") is None
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def without_async(source: bytes) -> str | None:
     """Return a source with `non_blocking` for the name `async`; None if it has no such name."""
     try:
         encoding, *tokens = tokenize.tokenize(io.BytesIO(source).readline)
-        lines = source.decode(encoding.string).splitlines(keepends=True)
+        lines = source.decode(encoding.string).split("\n")  # A form feed ends no line.
     except (tokenize.TokenError, SyntaxError, UnicodeDecodeError):
         return None
     places = [
@@ -101,7 +101,7 @@ def without_async(source: bytes) -> str | None:
     for row, column in reversed(places):
         line = lines[row - 1]
         lines[row - 1] = f"{line[:column]}non_blocking{line[column + len('async') :]}"
-    return "".join(lines) if places else None
+    return "\n".join(lines) if places else None
 
 
 class _Rewriter(ast.NodeTransformer):
