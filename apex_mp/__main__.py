@@ -1,7 +1,7 @@
 """`python -m apex_mp`, and the script `apex_mp`: print what it runs on; exit with 1 if it cannot.
 
 `run` runs a script, `check` reports what it needs, `report` prints what a Monitor has saved,
-`explain` what a warning means.
+`estimate` the bytes and times of a model's training, `explain` what a warning means.
 """
 
 from __future__ import annotations
@@ -37,23 +37,30 @@ def main() -> None:
         from apex_mp.monitor.command import main as report
 
         sys.exit(report(arguments))
+    if command == ["estimate"]:
+        from apex_mp._check.estimate import main as estimate
+
+        sys.exit(estimate(arguments))
     if command == ["explain"]:
         sys.exit(explain.main(arguments))
     parser = argparse.ArgumentParser(
         prog="python -m apex_mp",
-        usage="%(prog)s [-h] [--version] [run ...] [check ...] [report ...] [explain ...]",
+        usage="%(prog)s [-h] [--version] [run ...] [check ...] [report ...] [estimate ...] "
+        "[explain ...]",
         allow_abbrev=False,
         description="Without arguments: print what apex_mp runs on, and for what is missing the "
         "command that mends it. run: run an old script that says import apex; see "
         "python -m apex_mp run --help. check: say what a script or repository needs to run. "
-        "report: print a training that apex_mp.monitor has saved. explain: print the section of "
+        "report: print a training that apex_mp.monitor has saved. estimate: print the bytes and "
+        "times of a model's training by each way. explain: print the section of "
         "the documentation that a warning names.",
     )
     parser.add_argument("--version", action="version", version=f"apex_mp {__version__}")
     _, words = parser.parse_known_args()
     if words:
         parser.error(
-            f"{words[0]!r} is no command; it must be run, check, report or explain, or nothing"
+            f"{words[0]!r} is no command; it must be run, check, report, estimate or explain, or "
+            "nothing"
         )
     found = survey()
     print(found)
