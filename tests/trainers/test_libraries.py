@@ -29,6 +29,9 @@ CASES = {
     "adam-mini": ("optimizers_of_today.py", "adam-mini", 6),
     "litgpt": ("litgpt_loop.py", "", 28),
     "litgpt, LoRA": ("litgpt_loop.py", "--lora", 4),
+    "timm, --model-dtype": ("timm_loop.py", "", 32),
+    "open_clip, pure_bf16": ("open_clip_loop.py", "", 62),
+    "sentence-transformers": ("sentence_transformers_trainer.py", "", 37),
 }
 
 
