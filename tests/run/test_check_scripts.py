@@ -165,3 +165,8 @@ def test_torchs_own_sync_batch_norm_asks_for_a_gpu(tmp_path: Path) -> None:
     text = "from torch import nn\nnn.SyncBatchNorm.convert_sync_batchnorm(m)\n"
     report = report_of(tmp_path, {"train.py": text})
     assert report.gpu == ["train.py:2 (torch's SyncBatchNorm)"]
+
+
+def test_a_project_below_a_folder_named_tests_is_no_test(tmp_path: Path) -> None:
+    files = {"a/b/train.py": f"{TRAINS}{GUARD}", "steps.py": f"{TRAINS}{GUARD}"}
+    assert report_of(tmp_path / "tests" / "project", files).scripts[0].endswith("train.py")

