@@ -175,10 +175,25 @@ def flags(system_includes):
     return {"extra_compile_args": {"cxx": cxx + openmp, "nvcc": nvcc}, "extra_link_args": link}
 
 
+def together(folder):
+    """Write a source that includes those of a folder of csrc/; return its path.
+
+    torch's headers and pybind11 take 13 of the 17 seconds for which each of them compiles alone.
+    """
+    names = sorted(path.name for path in Path("csrc", folder).glob("*.cpp"))
+    text = "".join(f'#include "{folder}/{name}"\n' for name in names)
+    path = Path("build", f"{folder}.cpp")
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() or path.read_text() != text:  # Else it would be compiled again.
+        path.write_text(text)
+    return path.as_posix()
+
+
 def extension(with_cuda):
-    patterns = ["csrc/*.cpp", "csrc/cpu/**/*.cpp", "csrc/plan/*.cpp"]
+    patterns = ["csrc/*.cpp", "csrc/cpu/**/*.cpp"]
     patterns += ["csrc/cuda/**/*.cpp", "csrc/cuda/**/*.cu"] * with_cuda
     sources = sorted(path for pattern in patterns for path in glob(pattern, recursive=True))
+    sources.append(together("plan"))
     macros = [("APEX_MP_TORCH_VERSION", torch.__version__)]
     macros += [("APEX_MP_WITH_CUDA", "1")] * with_cuda
     # pip's pybind11 comes before the one inside torch.

@@ -109,6 +109,7 @@ def results_of(call: Callable[[Tensor], Tensor], model: nn.Module) -> list[Tenso
     return [out, *grads_of(model)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["compile", "init"])
 def test_a_compiled_model_computes_what_it_computes_without(first: str) -> None:
     torch._dynamo.reset()

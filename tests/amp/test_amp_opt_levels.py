@@ -278,6 +278,7 @@ def test_scale_loss_refuses_a_loss_id_without_a_scale(loss_id: int) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_model_can_be_compiled_afterwards(level: str) -> None:
     def make() -> nn.Module:

@@ -96,6 +96,7 @@ def test_with_checkpointed_activations_the_run_is_the_same_to_the_bit(
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["clip", "unscale", "only step"])
 def test_a_compiled_step_runs_as_the_plain_one_and_the_scaler_is_not_traced(
     how: str, device: torch.device

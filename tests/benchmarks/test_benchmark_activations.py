@@ -38,6 +38,7 @@ def bert_base() -> nn.Module:
     return task.build()
 
 
+@pytest.mark.slow
 def test_the_models_have_the_published_numbers_of_parameters(bert_base: nn.Module) -> None:
     assert sum(param.numel() for param in bert_base.bert.parameters()) == 109_482_240
     resnet = activation_models.ResNet()

@@ -114,6 +114,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_what_meets_its_limit_is_stopped_with_its_children(desk: Desk, tmp_path: Path) -> None:
     child = tmp_path / "child"
     argv = [sys.executable, "-ISc", NEVER_ENDS, str(child)]
@@ -237,6 +238,7 @@ def test_the_programs_are_there_for_every_kernel() -> None:
     assert named == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", gpu_programs.PROGRAMS)
 def test_each_program_runs(name: str) -> None:
     gpu_programs.PROGRAMS[name]("cpu")

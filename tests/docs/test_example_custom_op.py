@@ -70,6 +70,7 @@ def test_without_registration_the_function_refuses_what_amp_hands_it(
     assert transcript["as it is"].endswith(WANTED[device.type])
 
 
+@pytest.mark.slow
 def test_a_decorator_or_a_registration_makes_the_model_train(
     transcript: dict[str, str], device: torch.device
 ) -> None:

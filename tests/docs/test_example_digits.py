@@ -56,13 +56,13 @@ def results() -> dict[str, Any]:
     "flags",
     [
         "",
-        "--fp16",
-        "--fp16 --loss_scale 128",
+        pytest.param("--fp16", marks=pytest.mark.slow),
+        pytest.param("--fp16 --loss_scale 128", marks=pytest.mark.slow),
         "--amp",
-        "--bf16",
-        "--optimizer adamw",
+        pytest.param("--bf16", marks=pytest.mark.slow),
+        pytest.param("--optimizer adamw", marks=pytest.mark.slow),
         "--optimizer adamw --fp16",
-        "--optimizer adamw --amp",
+        pytest.param("--optimizer adamw --amp", marks=pytest.mark.slow),
         "--optimizer sgd --fp16 --loss_scale 128",
     ],
 )

@@ -199,6 +199,7 @@ def test_grad_scaler_says_what_is_wrong(probe: Any, face: Any, device: torch.dev
 # torch.compile.
 
 
+@pytest.mark.slow
 @probes
 def test_in_a_compiled_training_step_only_the_model_is_traced(
     probe: Any, device: torch.device

@@ -229,6 +229,7 @@ def test_an_empty_batch_and_a_strided_input_are_taken(
     torch.testing.assert_close(strided.grad, plain.grad)
 
 
+@pytest.mark.slow
 def test_a_module_is_printed_copied_pickled_and_compiled() -> None:
     for kind in MODULES:
         module: Any = kind(4, memory_efficient=True)

@@ -128,6 +128,7 @@ def test_the_default_backend_compiles_all_operators_into_one_graph(
                 assert_near(one, other, SUM_OF_SQUARES_TOLERANCES[torch.float32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_views_made_in_a_compiled_function_are_written_where_they_lie(
     backend: str, device: torch.device

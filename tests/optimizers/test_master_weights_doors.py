@@ -143,6 +143,7 @@ torch.save(optimizer.master(param), sys.argv[3])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only
 def test_a_pickle_keeps_methods_in_float32_in_another_process(tmp_path: Path) -> None:
     param = Parameter(torch.linspace(1.0, 2.0, 4).to(BF16))

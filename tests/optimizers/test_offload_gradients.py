@@ -345,6 +345,7 @@ def test_checkpointed_layers_and_groups_that_are_added(device: torch.device) -> 
     assert_equal(*models)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains(device: torch.device) -> None:
     models = []
     for offload in (False, "gradients"):

@@ -243,6 +243,7 @@ def test_a_step_whose_lists_do_not_fit_the_groups_is_refused(
     assert not optimizer.state
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only  # A step on a GPU is over on the host within a millisecond.
 def test_other_threads_run_while_a_long_step_is_taken(device: torch.device) -> None:
     param = Parameter(torch.ones(1 << 24, device=device))

@@ -132,6 +132,7 @@ def test_the_nightly_result_says_what_was_run_and_for_how_long(
         ci.main()
 
 
+@pytest.mark.slow
 def test_a_target_that_does_not_end_is_stopped_and_has_failed(
     ci: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

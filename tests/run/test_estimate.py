@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from apex_mp._check import estimate as command
-from apex_mp._check.estimate import WAYS, Loss, estimate
+from apex_mp._check.estimate import WAYS, Loss, estimate, main
 from benchmarks import memory_probe
 
 pytestmark = pytest.mark.cpu_only
@@ -90,29 +87,33 @@ def test_bad_input_is_a_sentence(
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     try:
-        status = command.main([f"{script}:{name}"])
+        status = main([f"{script}:{name}"])
         printed = capsys.readouterr().err
     except SystemExit as error:
         status, printed = 1, str(error)
     assert status == 1
     assert said in printed
     with pytest.raises(SystemExit):
-        command.main([f"{script}:build", "--device", "nowhere"])
+        main([f"{script}:build", "--device", "nowhere"])
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    assert command.main([f"{script}:build", "--count", "--device", "cpu"]) == 0
+    assert main([f"{script}:build", "--count", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(WAYS) + 2
     assert lines[1].split()[:6] == ["float32", "weights", "144", "B", "144", "B"]
 
 
-def test_the_lines_of_the_page_run(tmp_path: Path) -> None:
+def test_the_lines_of_the_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (ROOT / "docs" / "memory.md").read_text("utf-8").partition("## Your own model")[2]
     code, command = re.findall(r"```(?:python|sh)\n(.*?)```", page, re.DOTALL)[:2]
     (tmp_path / "build.py").write_text(code)
-    words = [sys.executable, *command.split()[1:]]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "16-bit weights, split masters" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    words = command.split()
+    assert words[:4] == ["python", "-m", "apex_mp", "estimate"]
+    assert main(words[4:]) == 0
+    assert "16-bit weights, split masters" in capsys.readouterr().out
