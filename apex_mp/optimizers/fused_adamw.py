@@ -31,11 +31,16 @@ class FusedAdamW(FusedAdam):
         differentiable: Not supported [False].
         fused: No effect [None].
         max_grad_norm: Clip each group's gradients to this l2 norm; 0 does not clip [0].
-        master_weights: As of `FusedAdam` [False].
-        moment_dtype: As of `FusedAdam` [torch.float32].
-        stochastic_rounding: As of `FusedAdam` [False].
-        unscale_grads: As of `FusedAdam` [None].
-        offload: As of `FusedAdam` [False].
+        master_weights: Step a float32 master of each float16 and bfloat16 parameter; True or
+            "split" keeps 2 bytes of it beside the parameter, "float32" all 4 [False].
+        moment_dtype: `torch.bfloat16` keeps both moments in 2 bytes instead of 4; set
+            `stochastic_rounding` too, or the second one sticks [torch.float32].
+        stochastic_rounding: Round moments up or down at random, right on average and the same
+            in each run [False].
+        unscale_grads: Whether a step in torch's GradScaler unscales `.grad` in place; None: all
+            but float16 gradients [None].
+        offload: Keep masters and moments in host memory and step on the CPU; "gradients" moves
+            gradients there during backward, too [False].
 
     Raises:
         MemoryError: `offload` is set, and the state takes more than the container's limit leaves.

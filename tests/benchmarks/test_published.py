@@ -21,11 +21,15 @@ SHOWN_ELSEWHERE = {"nightly.json", "digits-cpu.json", "rl-fp16-cpu.json"}
 
 def test_every_file_of_results_has_its_place_on_the_page() -> None:
     page = (DOCS / "data.md").read_text()
-    named = re.findall(
-        r"^Table on the site, or by `python -m benchmarks.published (\S+)`\.$", page, re.M
-    )
+    named = re.findall(r"^(?:Table .*`|<!-- )python -m benchmarks.published (\S+json)", page, re.M)
     files = {path.name for path in published.RESULTS.glob("*.json")} - SHOWN_ELSEWHERE
     assert {*named} == files == {*published.PAGES}
+
+
+def test_the_table_that_readme_links_to_stands_on_the_page_itself() -> None:
+    table = published.text(f"training-{H100}")
+    assert f"training-{H100} -->\n{table}\n" in (DOCS / "data.md").read_text()
+    assert "[all ways](docs/data.md#training)" in page("../README.md")
 
 
 @pytest.mark.parametrize("name", published.PAGES)

@@ -17,7 +17,9 @@ from apex_mp.optimizers import FusedSGD
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "fp16_today.md").read_text()
 (DIFF,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-FOLDED, REPORT, AVERAGE, WIDE_GRADS, MASTERS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+FOLDED, REPORT, AVERAGE, WIDE_GRADS, MASTERS, MUON = re.findall(
+    r"```python\n(.*?)```", PAGE, re.DOTALL
+)
 
 
 def names(device: torch.device) -> dict[str, Any]:
@@ -136,3 +138,15 @@ def test_half_turns_a_rotary_embedding_by_the_angle_that_the_page_names() -> Non
     exact = 1.0 / 10000 ** (torch.arange(0, 32, 2, dtype=torch.float64) / 32)
     error = (exact.half().double() - exact).abs().max().item() * 4095
     assert f"{error:.2f} rad at position 4095" in PAGE
+
+
+def test_masters_for_any_optimizer_train(device: torch.device) -> None:
+    optimizer = run(MASTERS, device)["optimizer"]
+    assert isinstance(optimizer, torch.optim.RMSprop)
+
+
+def test_muon_trains_the_matrices_and_another_optimizer_the_rest(device: torch.device) -> None:
+    before = MASTERS.partition("\noptimizer")[0]
+    muon, other = run(f"{before}\n{MUON}", device)["optimizers"]
+    assert isinstance(muon, torch.optim.Muon)
+    assert {param.ndim for param in other.param_groups[0]["params"]} == {1}
