@@ -17,7 +17,7 @@ import functools
 import math
 import multiprocessing
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,16 +55,22 @@ class Run:
     score: float
 
 
-def train(task: Task, dtype: torch.dtype, way: dict[str, Any], seed: int) -> Run:
+def train(
+    task: Task,
+    dtype: torch.dtype,
+    way: dict[str, Any],
+    seed: int,
+    kind: Callable[..., torch.optim.Optimizer] = FusedAdam,
+) -> Run:
     """Train a model of a task from a seed."""
     torch.manual_seed(seed)
     model = task.build().to(dtype)
-    optimizer = FusedAdam(model.parameters(), lr=task.lr, **way)
+    optimizer = kind(model.parameters(), lr=task.lr, **way)
     scaler = GradScaler("cpu", init_scale=2.0**12, enabled=dtype == torch.float16)
     losses = []
     for step in range(task.steps):
         cosine = (1 + math.cos(math.pi * step / task.steps)) / 2
-        optimizer.param_groups[0]["lr"] = task.lr * (0.1 + 0.9 * cosine)
+        set_lr(optimizer, task.lr * (0.1 + 0.9 * cosine))
         arguments, loss_of = task.batch(seed, step)
         loss = loss_of(functional_call(model, dict(in_float32(model)), arguments))
         optimizer.zero_grad()
@@ -75,6 +81,15 @@ def train(task: Task, dtype: torch.dtype, way: dict[str, Any], seed: int) -> Run
     part = max(task.steps // POINTS, 1)
     curve = [statistics.fmean(losses[i : i + part]) for i in range(0, task.steps, part)]
     return Run([round(loss, 5) for loss in curve], round(score(task, model), 5))
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate, in place if the optimizer (torchao's) keeps it in a tensor."""
+    (group,) = optimizer.param_groups
+    if torch.is_tensor(group["lr"]):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
 
 
 def in_float32(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
