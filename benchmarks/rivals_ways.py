@@ -32,8 +32,6 @@ class Way:
     def __call__(self, params: Any, lr: float) -> torch.optim.Optimizer:
         kind = getattr(importlib.import_module(self.module), self.kind)
         options = {"lr": lr, **ADAM, **self.options}
-        if self.kind == "CPUOffloadOptimizer":
-            return kind(params, **options)  # type: ignore[no-any-return]
         if self.around:
             return MasterWeights(params, kind, master_weights="split", **options)  # type: ignore
         return kind(params, **options)  # type: ignore[no-any-return]
