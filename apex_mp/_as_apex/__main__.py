@@ -23,18 +23,28 @@ def _rows_of(module: str) -> list[str]:
     return rows or [f"| `{module}` | its modules | |"]
 
 
-def _row_of(era: Era) -> str:
-    others = [f"`{module}.{name}`: `{origin}`" for (module, name), origin in era.origins.items()]
-    absent = _code([".".join(place) for place in era.absent]) or "none"
-    return f'| `"{era.name}"` | {"; ".join(others)} | {absent} |'
+def _rows_of_era(era: Era) -> list[str]:
+    """Rows like those of modules: names that an era has of another module, and that it lacks."""
+    places = {**era.origins, **dict.fromkeys(sorted(era.absent), "")}
+    rows: dict[tuple[str, str], list[str]] = {}
+    for (module, name), origin in places.items():
+        rows.setdefault((module, f"`{origin}`" if origin else "absent"), []).append(name)
+    return [
+        f'| `"{era.name}"` | `{module}` | {_code(names)} | {here} |'
+        for (module, here), names in rows.items()
+    ]
 
 
 def tables() -> str:
     """Return the tables in Markdown: modules and names, eras, and the inside of amp."""
     lines = ["| module | names | here |", "|---|---|---|"]
     lines += [row for module in MODULES for row in _rows_of(module)]
-    lines += ["", "| era | of another module than above | absent |", "|---|---|---|"]
-    lines += [_row_of(era) for era in ERAS.values()]
+    lines += [
+        "",
+        "| era | module | names that differ from those above | here |",
+        "|---|---|---|---|",
+    ]
+    lines += [row for era in ERAS.values() for row in _rows_of_era(era)]
     lines += ["", "| object inside of amp | attributes | use | |", "|---|---|---|---|"]
     lines += [
         f"| `{row.owner}` | {_code(row.names.split())} | {row.use} | {row.note} |" for row in INSIDE
