@@ -30,6 +30,7 @@ pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 html_title = f"apex_mp {__version__}"
 html_static_path = ["_site/static"]
+html_favicon = "_site/static/favicon.svg"
 html_css_files = ["apex_mp.css"]
 html_js_files = ["page.js"]
 html_search_scorer = str(Path(__file__).parent / "_site" / "scorer.js")
@@ -39,6 +40,7 @@ html_show_sphinx = False
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_block", "colon_fence"]
 copybutton_prompt_text = "$ "
+copybutton_exclude = ".linenos, .gd, .sign"  # Of a diff, as page.js marks it, what comes after.
 
 default_role = "py:obj"  # `name` in a docstring
 autodoc_member_order = "bysource"
