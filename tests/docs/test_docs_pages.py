@@ -157,8 +157,17 @@ def test_every_warning_ends_in_a_part_of_troubleshooting_that_is_there() -> None
 @pytest.mark.parametrize("name", ["amp", "optimizers"])
 def test_pages_with_an_order_of_their_own_have_every_public_name(name: str) -> None:
     page = (ROOT / "docs" / "api" / f"{name}.md").read_text()
-    members = re.findall(r"auto(?:class|function):: (\w+)", page)
+    # A page for each class, in the order of the sidebar, or one for all.
+    files = re.findall(rf"^{name}/\w+$", page, re.MULTILINE)
+    shown = [page, *((ROOT / "docs" / "api" / f"{file}.md").read_text() for file in files)]
+    members = re.findall(r"auto(?:class|function):: (\w+)", "\n".join(shown))
     (table,) = re.findall(r":nosignatures:\n\n(.+?)\n\n", page, re.DOTALL)
     public = {each for each in importlib.import_module(f"apex_mp.{name}").__all__ if each[0] != "_"}
     assert members == table.split()
     assert {*members} == public
+
+
+def test_the_sidebar_calls_pages_by_their_titles() -> None:
+    for page in PAGES:
+        for tree in re.findall(r"```{toctree}\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
+            assert {*re.findall("^.*<.*>$", tree, re.MULTILINE)} <= {"Start <self>"}, page
