@@ -143,6 +143,24 @@ def test_the_page_of_memory_quotes_master_weights_beside_fused_adam() -> None:
     assert f"for comparison{said('torch AdamW, fused')}" in text
 
 
+def test_the_page_of_memory_quotes_what_a_lack_of_masters_costs() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.quality_chart import beyond, finding
+
+    (run,) = [
+        each
+        for each in results("quality-cpu.json")["runs"]
+        if (each["task"], each["dtype"]) == ("decoder", "bfloat16")
+    ]
+    (bare,), (masters, *_) = (run["ways"][way] for way in ("no masters", "float32 masters"))
+    said = (
+        f"end with a training loss {beyond(run, 'no masters'):.2f} higher (chart), and lose "
+        f"{bare['score'] - masters['score']:.2f} of {masters['score']:.2f} on unseen data"
+    )
+    assert said in page("memory.md")
+    assert f"a training loss {beyond(run, 'no masters'):.2f} higher" in finding([run])
+
+
 def test_the_page_of_memory_quotes_batches_and_shares() -> None:
     bert, resnet = (activations_of(model) for model in results("activations-cpu.json")["models"])
     text = page("memory.md")
