@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,24 +44,25 @@ SMOOTHING = 21
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Write the picture of `results` (of digits_report.summarise) as a PNG."""
+    """Write the picture of `results` (of digits_report.summarise), which a phone can show."""
     with matplotlib.rc_context(LOOK):
-        figure = Figure(figsize=(11.5, 7.4), dpi=150, facecolor="white")
-        grid = figure.add_gridspec(
-            2, 2, width_ratios=(2.15, 1), left=0.07, right=0.945, top=0.845, bottom=0.165,
-            wspace=0.33, hspace=0.38,
-        )  # fmt: skip
-        loss = figure.add_subplot(grid[0, 0])
-        scale = figure.add_subplot(grid[1, 0], sharex=loss)
+        figure = Figure(figsize=(5.6, 8.6), dpi=140, facecolor="white")
+        wide = figure.add_gridspec(2, 1, left=0.11, right=0.98, top=0.845, bottom=0.45, hspace=0.46)
+        pair = figure.add_gridspec(1, 2, left=0.23, right=0.98, top=0.36, bottom=0.165, wspace=0.3)
+        loss = figure.add_subplot(wide[0])
+        scale = figure.add_subplot(wide[1], sharex=loss)
         _draw_loss(loss, results["curves"])
         _draw_scale(scale, results["curves"])
-        _draw_accuracy(figure.add_subplot(grid[0, 1]), results["rows"])
-        _draw_memory(figure.add_subplot(grid[1, 1]), results["rows"])
-        figure.suptitle(
-            finding(results), x=0.07, y=0.965, ha="left", fontsize=15.5, fontweight="bold"
-        )
-        figure.text(0.07, 0.905, _subtitle(results), color=FAINT, va="center")
-        figure.text(0.07, 0.025, _caption(results), color=FAINT, fontsize=9, va="bottom")
+        accuracy, memory = (figure.add_subplot(place) for place in pair)
+        _draw_accuracy(accuracy, results["rows"])
+        _draw_memory(memory, results["rows"])
+        memory.tick_params(axis="y", labelleft=False)  # The rows are those of the panel beside it.
+        title = textwrap.fill(finding(results), 46)
+        figure.text(0.02, 0.985, title, va="top", fontsize=13, fontweight="bold")
+        subtitle = textwrap.fill(_subtitle(results), 66)
+        figure.text(0.02, 0.93, subtitle, color=FAINT, va="top")
+        caption = textwrap.fill(_caption(results), 78)
+        figure.text(0.02, 0.01, caption, color=FAINT, fontsize=9, va="bottom")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 
@@ -82,9 +84,10 @@ def _caption(results: dict[str, Any]) -> str:
     settings = results["environment"]["settings"]
     return (
         f"Loss: mean of the seeds and of {SMOOTHING} steps. Loss scale: one seed in full colour, "
-        f"the others pale. It doubles after {settings['scale_window']} good steps instead of\n"
+        f"the others pale. It doubles after {settings['scale_window']} good steps instead of "
         "the usual 1000, so that a run this short shows it, and halves when a gradient overflows. "
-        "Memory: amp's norms hold\nfloat32 too, beside the fp16 of the layers around them; of a "
+        "Memory: amp's norms hold "
+        "float32 too, beside the fp16 of the layers around them; of a "
         "larger model amp holds less than fp32."
     )
 
@@ -151,7 +154,7 @@ def _draw_accuracy(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
             textcoords="offset points", va="center",
         )  # fmt: skip
     _name_rows(axes, rows)
-    axes.set(title="Test accuracy", xlabel="% of images: each seed, and the mean")
+    axes.set(title="Test accuracy", xlabel="%: each seed, and the mean")
     axes.grid(axis="x")
     axes.margins(x=0.08)
 
@@ -170,7 +173,7 @@ def _draw_memory(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     bars = axes.barh(range(len(rows)), sizes, color=colors, height=0.55)
     axes.bar_label(bars, fmt="%.1f", padding=4)
     _name_rows(axes, rows)
-    axes.set(title="Memory held for backward", xlabel="KiB per image", xlim=(0, 1.22 * max(sizes)))
+    axes.set(title="Held for backward", xlabel="KiB per image", xlim=(0, 1.32 * max(sizes)))
     axes.grid(axis="x")
 
 
