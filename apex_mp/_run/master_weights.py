@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,9 @@ _PASS_ON = ("accelerate", "apex_mp", "opacus")
 
 
 @contextlib.contextmanager
-def use_master_weights(master_weights: bool | str = True) -> Iterator[None]:
+def use_master_weights(
+    master_weights: bool | Literal["split", "float32"] = True,
+) -> Iterator[None]:
     """Train 16-bit weights as they are written today, without an edit where they are trained.
 
         with apex_mp.use_master_weights():

@@ -483,12 +483,14 @@ class FP16_Optimizer(DelegatingOptimizer):
 
     # The loss scale.
 
+    def __repr__(self) -> str:
+        inner, kind = self.optimizer, "dynamic" if self.dynamic_loss_scale else "static"
+        scale = f"{kind} loss scale {self._scaler_now().cur_scale}"
+        return f"{type(self).__name__} with the {scale} around {inner!r}"
+
     @property
     def loss_scaler(self) -> LossScaler | DynamicLossScaler:
-        """The loss scaler; may be set. On a GPU the host waits until it is up to date.
-
-        A kept reference goes out of date: read this property again.
-        """
+        """The present loss scaler, for which the host waits for a GPU; may be set."""
         self._misuse.note_scale_is_known()
         return self._scaler_now()
 
@@ -687,10 +689,7 @@ class FP16_Optimizer(DelegatingOptimizer):
         )
 
     def refresh_hyperparameters(self) -> None:
-        """Make the step in a captured CUDA graph use the present options of the groups.
-
-        Call it between replays; see `FusedAdam.refresh_hyperparameters`.
-        """
+        """Make a captured CUDA graph's step use the present options, as `FusedAdam` does."""
         self.optimizer.refresh_hyperparameters()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import functools
 import html
 import os
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ class Monitor:
         model: torch.nn.Module | None = None,
         every: int | None = None,
         after: int | None = None,
-        at_minimum: str | Callable[[LossScaleExhaustedError], None] = "warn",
+        at_minimum: Literal["warn", "raise"] | Callable[[LossScaleExhaustedError], None] = "warn",
     ) -> None:
         if model is not None and not isinstance(model, torch.nn.Module):
             raise TypeError(

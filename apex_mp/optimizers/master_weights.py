@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class MasterWeights(Addition):
         params: Any = None,
         optimizer_class: type[torch.optim.Optimizer] | None = None,
         *,
-        master_weights: bool | str = True,
+        master_weights: bool | Literal["split", "float32"] = True,
         keep_grads: bool = False,
         **options: Any,
     ) -> None:

@@ -57,7 +57,9 @@ def test_it_is_an_optimizer(probe: Any, face: Any, device: torch.device) -> None
     optimizer = face(inner, verbose=False)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.defaults is inner.defaults
-    assert "Parameter Group 0" in repr(optimizer)
+    said = repr(optimizer)
+    assert said.startswith("FP16_Optimizer with the static loss scale 1.0 around")
+    assert "Parameter Group 0" in said
 
 
 # Learning rates.
