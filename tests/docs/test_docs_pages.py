@@ -161,7 +161,7 @@ def test_pages_with_an_order_of_their_own_have_every_public_name(name: str) -> N
     files = re.findall(rf"^{name}/\w+$", page, re.MULTILINE)
     shown = [page, *((ROOT / "docs" / "api" / f"{file}.md").read_text() for file in files)]
     members = re.findall(r"auto(?:class|function):: (\w+)", "\n".join(shown))
-    (table,) = re.findall(r":nosignatures:\n\n((?:   \w+\n)+)", page)
+    (table,) = re.findall(r":nosignatures:\n\n([\s\w]+)\n", page)
     public = {each for each in importlib.import_module(f"apex_mp.{name}").__all__ if each[0] != "_"}
     assert members == table.split()
     assert {*members} == public
