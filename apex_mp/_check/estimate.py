@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import runpy
 import statistics
@@ -163,7 +164,8 @@ def estimate(build: Callable[[], Any], device: str, dtype: torch.dtype, *, run: 
 
 
 def _row(way: Way, build: Callable[[], Any], device: str, dtype: torch.dtype, *, run: bool) -> Row:
-    autocast = torch.autocast(device, dtype, enabled=way.autocast)
+    gc.collect()  # The model of the last way is part of no peak.
+    autocast = torch.autocast(torch.device(device).type, dtype, enabled=way.autocast)
     with contextlib.nullcontext() if run else _only_shapes():
         model, loss_of = _built(build, device)
         if way.casts:
@@ -266,7 +268,7 @@ def _of_whole_steps(
     """Return the milliseconds of a training step, and on a GPU its largest memory in bytes."""
     optimizer = way.optimizer([param for param in model.parameters() if param.requires_grad])
     is_float16 = torch.float16 in (next(model.parameters()).dtype, autocast.fast_dtype)
-    scaler = GradScaler(device, enabled=is_float16, init_scale=2.0**10)
+    scaler = GradScaler(torch.device(device).type, enabled=is_float16, init_scale=2.0**10)
 
     def step() -> None:
         with autocast:
