@@ -100,7 +100,7 @@ def has_masters(kind: Kind, masters: bool | str, param: Tensor) -> bool:
 
 
 class Expected:
-    """One parameter in float64, by the rule in docs/decisions.md, "Written weights win".
+    """One parameter in float64, whose master is the weight that was written last.
 
     Args:
         param: The parameter.
