@@ -120,6 +120,18 @@ def keep_state_in_16_bits(device: str) -> None:
             optimizer.load_state_dict(optimizer.state_dict())
 
 
+def keep_moments_in_a_byte(device: str) -> None:
+    """Moments in one byte, at random and to nearest, saved as float32, loaded and encoded again."""
+    params = params_of(device, (F16, BF16, F32), [4096, 4099, 70_001])
+    for stochastic in (False, True):
+        optimizer = FusedAdam(
+            params, master_weights=True, moment_dtype=torch.int8, stochastic_rounding=stochastic
+        )
+        for _ in range(2):
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
 def train(optimizer: FP16_Optimizer, params: list[Any], factor: torch.Tensor) -> None:
     optimizer.zero_grad(set_to_none=True)
     optimizer.backward(sum((param.float() * factor).sum() for param in params))
@@ -205,6 +217,7 @@ PROGRAMS = {
     "unchecked": Program(step_unchecked, ("few_rows", *EACH_STEP)),
     "groups": Program(change_many_groups, ("upload", "few_chunks", "step<Adam>")),
     "split": Program(keep_state_in_16_bits, ("join", "split", *EACH_STEP)),
+    "bytes": Program(keep_moments_in_a_byte, ("read_codes", "write_codes", "step<Adam>")),
     "skipped": Program(skip_steps, ("few_chunks", "step<Adam>", "unscale")),
     "graph": Program(replay_a_graph, ("few_chunks", "step<Adam>")),
     "lists": Program(replay_a_step_over_lists, ("upload", "few_rows", "step<Adam>")),

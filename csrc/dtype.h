@@ -7,11 +7,12 @@
 
 namespace apex_mp {
 
-// kRemainder belongs to a 16-bit number; both together are a float, see math/split.h.
-enum class DType : int32_t { kHalf, kBFloat16, kFloat, kDouble, kRemainder };
+// kRemainder belongs to a 16-bit number; both together are a float, see math/split.h. kCode is a
+// moment in one byte, see math/codes.h.
+enum class DType : int32_t { kHalf, kBFloat16, kFloat, kDouble, kRemainder, kCode };
 
 APEX_MP_MATH constexpr int64_t size_of(DType dtype) {
-  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
+  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : dtype == DType::kCode ? 1 : 2;
 }
 
 }  // namespace apex_mp

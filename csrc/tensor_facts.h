@@ -19,6 +19,8 @@ inline DType dtype_of(at::ScalarType dtype) {
       return DType::kDouble;
     case at::kShort:
       return DType::kRemainder;
+    case at::kChar:
+      return DType::kCode;
     default:  // GCOVR_EXCL_START: the checks let no other dtype pass.
       TORCH_INTERNAL_ASSERT(false, "dtype passed the checks: ", dtype);
       // GCOVR_EXCL_STOP

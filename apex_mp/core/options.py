@@ -61,14 +61,15 @@ def check_group(who: str, group: Mapping[str, Any]) -> None:
         if name in group:
             check_number(who, name, group[name], at_least=0.0)
     moments = group.get("moment_dtype", torch.float32)
-    if moments not in (torch.float32, torch.bfloat16):
+    if moments not in (torch.float32, torch.bfloat16, torch.int8):
         raise ValueError(
-            f"{who}: moment_dtype is {moments!r}; it must be torch.float32 or torch.bfloat16"
+            f"{who}: moment_dtype is {moments!r}; it must be torch.float32, torch.bfloat16 or "
+            "torch.int8"
         )
-    if group.get("stochastic_rounding") and moments != torch.bfloat16:
+    if group.get("stochastic_rounding") and moments == torch.float32:
         raise ValueError(
             f"{who}: stochastic_rounding is True; it must be False unless moment_dtype is "
-            "torch.bfloat16"
+            "torch.bfloat16 or torch.int8"
         )
     masters = group.get("master_weights", False)
     check_masters(who, masters)

@@ -25,6 +25,7 @@ from apex_mp.engine.host_grads import HostGrads
 from apex_mp.grads.found_inf import FoundInf, clip_divisor
 from apex_mp.grads.grad_slots import Grads
 from apex_mp.grads.in_host_memory import is_mark
+from apex_mp.masters.codes import BLOCK, is_exponents
 from apex_mp.masters.store import MASTER, master_dtype
 
 Norms: TypeAlias = list[float | Tensor | None]
@@ -138,6 +139,8 @@ class Item:
                 values: Sequence[Any] = [value] * count
             elif value.shape == self._param.shape:
                 values = self._cut(value)
+            elif is_exponents(name):
+                values = torch.split(value, self._layout.part // BLOCK)
             elif value.numel() > 1:
                 values = [value.new_empty(0)] * count  # The plan says that it does not fit.
             else:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from apex_mp.core import tensors
 from apex_mp.core.tensors import match_strides
+from apex_mp.masters import codes
 from apex_mp.masters.joined import like
 from apex_mp.masters.masters import LOW_PRECISION
 from apex_mp.masters.store import MASTER, master_dtype
@@ -54,7 +55,8 @@ def moment_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
     if param.dtype == torch.float64:
         return torch.float64
     dtype: torch.dtype = group.get("moment_dtype", torch.float32)
-    return dtype
+    is_small = dtype == codes.CODES and param.numel() < codes.LEAST_CODED
+    return torch.float32 if is_small else dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,8 @@ class StateLayout:
         kept = [moment_dtype(param, group)] * len(self.tensors)
         master = master_dtype(param, group)
         kept += [] if master is None else [master]
-        return param.numel() * sum(dtype.itemsize for dtype in kept)
+        blocks = -(-param.numel() // codes.BLOCK) * kept.count(codes.CODES)
+        return blocks + param.numel() * sum(dtype.itemsize for dtype in kept)
 
     def completed(
         self,
@@ -91,13 +94,16 @@ class StateLayout:
 
         An entry that is not a tensor counts as missing, except a plain number among `numbers`.
         """
-        whole = dict(state)
+        whole = codes.widened(state, self.tensors)
         for name in self.numbers:
             if not torch.is_tensor(whole.get(name)):
                 whole[name] = _new_number(param, whole.get(name), device)
-        for name in self.tensors:
-            dtype = moment_dtype(param, group)
-            if torch.is_tensor(whole.get(name)):
+        dtype = moment_dtype(param, group)
+        for which, name in enumerate(self.tensors):
+            if dtype == codes.CODES:
+                moment = whole.get(name) if torch.is_tensor(whole.get(name)) else None
+                whole.update(codes.encoded(name, which, moment, param, device))
+            elif torch.is_tensor(whole.get(name)):
                 whole[name] = match_strides(whole[name], param).to(device, dtype)
             else:
                 whole[name] = like(param, dtype, device)
@@ -127,7 +133,7 @@ class StateLayout:
                 f"{where} has {[*state]} and lacks {missing}; it must be the state of {self.kind} "
                 "optimizer"
             )
-        whole = dict(state)
+        whole = codes.widened(state, self.tensors)
         wide = torch.promote_types(param.dtype, torch.float32)
         for name in self.tensors:
             _check_like(f"{where}['{name}']", whole[name], param)

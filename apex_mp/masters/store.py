@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from apex_mp import _C
 from apex_mp.core.tensors import is_wrapper, local_part, match_strides, params_of
+from apex_mp.masters.codes import is_exponents
 from apex_mp.masters.joined import joined, like, split
 from apex_mp.masters.masters import LOW_PRECISION
 
@@ -33,7 +34,11 @@ class StateView:
     def state(self) -> dict[Any, dict[str, Any]]:
         """Return the state with masters."""
         store: MasterStore = self.optimizer._own_masters
-        return store.beside(collections.defaultdict(dict, vars(self.optimizer)["state"]))
+        states: dict[Any, Any] = collections.defaultdict(dict)
+        for param, state in vars(self.optimizer)["state"].items():
+            saved = {name: each for name, each in state.items() if not is_exponents(name)}
+            states[param] = saved
+        return store.beside(states)
 
 
 @dataclasses.dataclass

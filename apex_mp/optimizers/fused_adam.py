@@ -49,11 +49,13 @@ class FusedAdam(FusedOptimizer):
         moment_dtype: `torch.bfloat16`: keep both moments in 2 bytes instead of 4, rounded to
             nearest in each step. The second moment is then stuck where a step would change it by
             less than 2**-9 of itself, for example where it should fall with betas[1] = 0.999; so
-            set `stochastic_rounding` too [torch.float32].
+            set `stochastic_rounding` too. `torch.int8`: keep them in 1 byte, as small floats in
+            blocks of 32 with one exponent (csrc/math/codes.h); parameters of fewer than 4,096
+            elements keep float32 [torch.float32].
         stochastic_rounding: Round moments up or down at random, so that they are right on average.
             The random numbers depend only on the parameter's place in the optimizer, its count of
             steps and the element: runs can be repeated, and CPU and CUDA round alike. Needs
-            `moment_dtype=torch.bfloat16` [False].
+            moments in bfloat16 or one byte [None: with one byte].
         maximize: Maximise the objective instead of minimising it [False].
         unscale_grads: Inside `torch.amp.GradScaler`, whether a step that is not skipped unscales
             `.grad` in place, as torch's fused optimizers do. None unscales all but float16
@@ -97,7 +99,7 @@ class FusedAdam(FusedOptimizer):
         capturable: bool = False,
         master_weights: bool | Literal["split", "float32"] = False,
         moment_dtype: torch.dtype = torch.float32,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool | None = None,
         maximize: bool = False,
         unscale_grads: bool | None = None,
         offload: bool | Literal["gradients"] = False,
@@ -118,6 +120,8 @@ class FusedAdam(FusedOptimizer):
         # Only then: without it groups have the keys of apex and torch.
         if moment_dtype != torch.float32:
             defaults["moment_dtype"] = moment_dtype
+        if stochastic_rounding is None:
+            stochastic_rounding = moment_dtype == torch.int8
         if stochastic_rounding:
             defaults["stochastic_rounding"] = True
         super().__init__(params, defaults, unscale_grads, master_weights, offload)

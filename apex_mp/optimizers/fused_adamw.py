@@ -34,9 +34,10 @@ class FusedAdamW(FusedAdam):
         master_weights: Step a float32 master of each float16 and bfloat16 parameter; True or
             "split" keeps 2 bytes of it beside the parameter, "float32" all 4 [False].
         moment_dtype: `torch.bfloat16` keeps both moments in 2 bytes instead of 4; set
-            `stochastic_rounding` too, or the second one sticks [torch.float32].
+            `stochastic_rounding` too, or the second one sticks. `torch.int8` keeps them in 1
+            byte, with an exponent for each 32 [torch.float32].
         stochastic_rounding: Round moments up or down at random, right on average and the same
-            in each run [False].
+            in each run [None: with moments in 1 byte].
         unscale_grads: Whether a step in torch's GradScaler unscales `.grad` in place; None: all
             but float16 gradients [None].
         offload: Keep masters and moments in host memory and step on the CPU; "gradients" moves
@@ -69,7 +70,7 @@ class FusedAdamW(FusedAdam):
         max_grad_norm: float = 0.0,
         master_weights: bool | Literal["split", "float32"] = False,
         moment_dtype: torch.dtype = torch.float32,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool | None = None,
         unscale_grads: bool | None = None,
         offload: bool | Literal["gradients"] = False,
     ) -> None:

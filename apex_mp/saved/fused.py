@@ -12,7 +12,7 @@ from torch import Tensor
 from apex_mp.core import options
 from apex_mp.core.log import logger
 from apex_mp.core.state_checks import as_dict, check_optimizer_state
-from apex_mp.masters import layout
+from apex_mp.masters import codes, layout
 from apex_mp.masters.store import MASTER, MasterStore, StateView
 from apex_mp.saved.dcp import attribute_with_checkpoint_view
 
@@ -101,8 +101,8 @@ class SavedOptimizer(torch.optim.Optimizer):
 
         Args:
             compact: Save split masters as they are kept, in 2 bytes for each element, which are
-                valid only with the same weights; else as float32, which other optimizers load
-                too [False].
+                valid only with the same weights, and moments of one byte; else as float32, which
+                other optimizers load too [False].
             for_torch: Leave out what the optimizer of torch that does the same does not have:
                 masters, and options of this class [False].
 
@@ -112,6 +112,11 @@ class SavedOptimizer(torch.optim.Optimizer):
         self._rule.tidy(self.state)
         self._own_masters.put_back(self)
         saved = super().state_dict()
+        if not compact:
+            names = self._rule.layout.tensors
+            saved["state"] = {
+                key: codes.widened(state, names) for key, state in saved["state"].items()
+            }
         for group, saved_group in zip(self.param_groups, saved["param_groups"], strict=True):
             for param, index in zip(group["params"], saved_group["params"], strict=True):
                 state = saved["state"].get(index)

@@ -74,6 +74,12 @@ void axpby(const std::vector<Row<3>>& rows, const AxpbyTask& task, cudaStream_t 
 void join_masters(const std::vector<Row<3>>& rows, cudaStream_t stream);
 void split_masters(const std::vector<Row<3>>& rows, cudaStream_t stream);
 
+// Moments of one byte (math/codes.h) as float32, and back, rounded to nearest.
+void read_codes(const void* codes, const void* exponents, float* numbers, int64_t count, int which,
+                cudaStream_t stream);
+void write_codes(const float* numbers, void* codes, void* exponents, int64_t count, int which,
+                 cudaStream_t stream);
+
 struct UpdateScale {
   math::LossScaleState* state;
   const float* found_inf;

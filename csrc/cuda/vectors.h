@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
@@ -118,8 +119,9 @@ __device__ void load_words(const char* src, uint32_t* words) {
   } else if constexpr (bytes == 4) {
     words[0] = fetch<cache>(reinterpret_cast<const uint32_t*>(src));
   } else {
-    static_assert(bytes == 2);
-    words[0] = fetch<cache>(reinterpret_cast<const uint16_t*>(src));
+    using Word = std::conditional_t<bytes == 2, uint16_t, uint8_t>;
+    static_assert(bytes == sizeof(Word));
+    words[0] = fetch<cache>(reinterpret_cast<const Word*>(src));
   }
 }
 

@@ -45,6 +45,7 @@ struct Adam : RuleBase {
   static constexpr int kTensors = 2;   // exp_avg, exp_avg_sq
   static constexpr int kNumbers = 1;   // step
   static constexpr int kPrepared = 2;  // the bias corrections
+  static constexpr bool kTakesCodes = true;
 
   APEX_MP_MATH double prepare(int which, const double* options, const float* numbers,
                               const Norms&) {

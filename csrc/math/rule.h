@@ -17,6 +17,9 @@
 //   wants_max()         if kNorm >= 0: whether that is the maximum norm, else it is the l2 norm
 //   kRatio              which of them needs the l2 norms of parameter and update; -1: none. Another
 //                       pass, which writes nothing, measures them before the step
+//   kTakesCodes         whether the state may be kept in one byte (math/codes.h): all tensors are
+//   moments,
+//                       the first one with a sign and the second one without
 //   prepare()           computes numbers for factors() and advance() from options, numbers of the
 //                       state before the step, and norms
 //   factors()           computes factors from prepared numbers; gradients are multiplied by
@@ -63,6 +66,7 @@ struct RuleBase {
   static constexpr int kPrepared = 0;
   static constexpr int kNorm = -1;
   static constexpr int kRatio = -1;
+  static constexpr bool kTakesCodes = false;
 };
 
 // Converts factors that are all numbers of one type to another type.

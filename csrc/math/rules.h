@@ -31,6 +31,7 @@ struct RuleFacts {
   bool counts_steps;
   bool takes_norms;  // of gradients
   bool takes_ratio;
+  bool takes_codes;
   int (*tensors_with)(const double* options);
 };
 
@@ -72,7 +73,7 @@ struct RuleList {
     static const RuleFacts kFacts[] = {{Rules::kName, Rules::kSparseAdvice, Rules::kOptions,
                                         sizeof(Rules::kOptions) / sizeof(Option), Rules::kTensors,
                                         Rules::kNumbers, Rules::kNeedsNumbers, kCountsSteps<Rules>,
-                                        Rules::kNorm >= 0, Rules::kRatio >= 0,
+                                        Rules::kNorm >= 0, Rules::kRatio >= 0, Rules::kTakesCodes,
                                         &tensors_with<Rules>}...};
     return kFacts[number];
   }

@@ -86,13 +86,18 @@ Masters masters_of(const std::string& caller, PyObject* group, PyObject* name) {
       sentence(caller, "master_weights", value, "True, False, 'split' or 'float32'"));
 }
 
-at::ScalarType moments_of(const std::string& caller, PyObject* group, PyObject* name) {
+at::ScalarType moments_of(const std::string& caller, PyObject* group, PyObject* name,
+                          bool takes_codes) {
   PyObject* value = entry(group, name);
   if (value == nullptr) return at::kFloat;
   const at::ScalarType dtype =
       THPDtype_Check(value) ? reinterpret_cast<THPDtype*>(value)->scalar_type : at::kByte;
-  if (dtype == at::kFloat || dtype == at::kBFloat16) return dtype;
-  throw py::value_error(sentence(caller, "moment_dtype", value, "torch.float32 or torch.bfloat16"));
+  if (dtype == at::kFloat || dtype == at::kBFloat16 || (dtype == at::kChar && takes_codes)) {
+    return dtype;
+  }
+  const char* wish = takes_codes ? "torch.float32, torch.bfloat16 or torch.int8"
+                                 : "torch.float32 or torch.bfloat16";
+  throw py::value_error(sentence(caller, "moment_dtype", value, wish));
 }
 
 }  // namespace
@@ -158,11 +163,11 @@ GroupOptions OptionReader::read(PyObject* param_group, const NumberReader& numbe
   options.group.lr = numbers.read("lr", option_of(param_group, names.lr));
   options.group.max_norm = read_number(kMaxGradNorm, option_of(param_group, names.max_grad_norm));
   options.group.maximize = has(param_group, names.maximize);
-  options.moments = moments_of(caller_, param_group, names.moment_dtype);
+  options.moments = moments_of(caller_, param_group, names.moment_dtype, rule_.takes_codes);
   options.group.stochastic_rounding = has(param_group, names.stochastic_rounding);
-  TORCH_CHECK_VALUE(!options.group.stochastic_rounding || options.moments == at::kBFloat16, caller_,
+  TORCH_CHECK_VALUE(!options.group.stochastic_rounding || options.moments != at::kFloat, caller_,
                     ": stochastic_rounding is True; it must be False unless moment_dtype is "
-                    "torch.bfloat16");
+                    "torch.bfloat16 or torch.int8");
   TORCH_CHECK_VALUE(!options.group.stochastic_rounding || rule_.counts_steps, caller_,
                     ": stochastic_rounding is True; it must be False, because this optimizer "
                     "keeps no count of steps, from which random bits are made");

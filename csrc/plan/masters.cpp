@@ -1,8 +1,9 @@
-// Joins and splits masters on their device.
+// Joins and splits masters, and reads and writes codes, on their device.
 #include "plan/masters.h"
 
 #include "checks.h"
 #include "cpu/tensors.h"
+#include "math/codes.h"
 #include "plan/row_checks.h"
 #ifdef APEX_MP_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
@@ -30,6 +31,27 @@ void check(const char* caller, const at::Tensor& master, const at::Tensor& weigh
   check_one(of_weight, weight, {at::kHalf, at::kBFloat16});
   check_one({caller, "master"}, master, {at::kFloat});
   check_one(of_kept, kept, kept_as);
+}
+
+void check_codes(const char* caller, const at::Tensor& codes, const at::Tensor& exponents,
+                 const at::Tensor& numbers, int64_t which) {
+  const Argument of_codes = {caller, "codes"};
+  const Argument of_numbers = {caller, "numbers"};
+  TORCH_CHECK(has_kernels(codes.device()), caller, ": this build has no kernels for ",
+              codes.device());
+  TORCH_CHECK_VALUE(which == 0 || which == 1, caller, ": which is ", which, "; it must be 0 or 1");
+  check_dense(of_codes, codes);
+  apex_mp::check_dtype(of_codes, codes, {at::kChar});
+  check_device(of_numbers, numbers, codes.device());
+  check_dense(of_numbers, numbers);
+  apex_mp::check_dtype(of_numbers, numbers, {at::kFloat});
+  check_same_layout(of_numbers, numbers, of_codes, codes);
+  check_exponents(exponents, {caller, "exponents", -1, -1}, codes);
+}
+
+cpu::Codes codes_at(const at::Tensor& codes, const at::Tensor& exponents, int64_t first) {
+  return {static_cast<uint8_t*>(codes.mutable_data_ptr()) + first,
+          static_cast<uint8_t*>(exponents.mutable_data_ptr()) + first / math::kCodeBlock};
 }
 
 #ifdef APEX_MP_WITH_CUDA
@@ -74,6 +96,46 @@ void split_master(const at::Tensor& master, const at::Tensor& weight, const at::
     const Chunk& chunk = chunks[index];
     cpu::kernels().split_masters(numbers + chunk.begin, cpu::at_element(weights, chunk.begin),
                                  cpu::at_element(remainders, chunk.begin), chunk.count);
+  });
+}
+
+void read_codes(const at::Tensor& codes, const at::Tensor& exponents, const at::Tensor& numbers,
+                int64_t which) {
+  check_codes("read_codes", codes, exponents, numbers, which);
+  auto* dst = static_cast<float*>(numbers.mutable_data_ptr());
+#ifdef APEX_MP_WITH_CUDA
+  if (codes.device().is_cuda()) {
+    const c10::cuda::CUDAGuard guard(codes.device());
+    return cuda::read_codes(codes.const_data_ptr(), exponents.const_data_ptr(), dst, codes.numel(),
+                            static_cast<int>(which), c10::cuda::getCurrentCUDAStream());
+  }
+#endif
+  const std::vector<Chunk> chunks = cpu::chunks_of(codes);
+  cpu::for_each_chunk(chunks, [&](int64_t index) {
+    const Chunk& chunk = chunks[index];
+    cpu::kernels().read_codes(static_cast<int>(which), codes_at(codes, exponents, chunk.begin),
+                              dst + chunk.begin, chunk.count);
+  });
+}
+
+void write_codes(const at::Tensor& numbers, const at::Tensor& codes, const at::Tensor& exponents,
+                 int64_t which) {
+  check_codes("write_codes", codes, exponents, numbers, which);
+  const auto* src = static_cast<const float*>(numbers.const_data_ptr());
+#ifdef APEX_MP_WITH_CUDA
+  if (codes.device().is_cuda()) {
+    const c10::cuda::CUDAGuard guard(codes.device());
+    return cuda::write_codes(src, codes.mutable_data_ptr(), exponents.mutable_data_ptr(),
+                             codes.numel(), static_cast<int>(which),
+                             c10::cuda::getCurrentCUDAStream());
+  }
+#endif
+  const std::vector<Chunk> chunks = cpu::chunks_of(codes);
+  cpu::for_each_chunk(chunks, [&](int64_t index) {
+    const Chunk& chunk = chunks[index];
+    cpu::kernels().write_codes(static_cast<int>(which), src + chunk.begin,
+                               codes_at(codes, exponents, chunk.begin), chunk.count,
+                               math::Rounding{}, 0);
   });
 }
 

@@ -142,6 +142,10 @@ void define_classes(py::module_& module) {
              py::arg("master"));
   module.def("split_master", &split_master, py::arg("master"), py::arg("weight"),
              py::arg("remainder"));
+  module.def("read_codes", &read_codes, py::arg("codes"), py::arg("exponents"), py::arg("numbers"),
+             py::arg("which"));
+  module.def("write_codes", &write_codes, py::arg("numbers"), py::arg("codes"),
+             py::arg("exponents"), py::arg("which"));
   // What counts the writes to each tensor; 0 for those of inference mode, which have no count.
   module.def("versions", [](const py::list& tensors) {
     std::vector<int64_t> versions;

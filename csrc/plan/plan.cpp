@@ -104,7 +104,10 @@ Plan::Plan(const std::string& rule, const std::string& caller,
   task_.caller = caller_.c_str();
   TORCH_INTERNAL_ASSERT(static_cast<int>(tensors.size()) == rule_.tensors);
   TORCH_INTERNAL_ASSERT(static_cast<int>(numbers.size()) == rule_.numbers);
-  for (size_t i = 0; i < tensors.size(); ++i) names_.tensors[i] = interned(tensors[i].c_str());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    names_.tensors[i] = interned(tensors[i].c_str());
+    names_.exponents[i] = interned((tensors[i] + "_exponents").c_str());
+  }
   for (size_t i = 0; i < numbers.size(); ++i) names_.numbers[i] = interned(numbers[i].c_str());
 }
 
@@ -139,10 +142,10 @@ void Plan::read_all(const py::list& param_groups, const States& states, const Gi
     const GroupOptions options = options_.read(each.ptr(), numbers);
     task_.groups.push_back(options.group);
     required_state_.push_back(states.make.is_none()
-                                  ? RequiredState{0, 0, options.moments, Masters::kNone}
+                                  ? RequiredState{0, 0, options.moments, Masters::kNone, false}
                                   : RequiredState{rule_.tensors_with(options.group.options),
                                                   rule_.needs_numbers ? rule_.numbers : 0,
-                                                  options.moments, options.masters});
+                                                  options.moments, options.masters, false});
   }
   read_rows(states, given);
   grad_dtypes_ = 0;
@@ -288,7 +291,7 @@ bool Plan::take_usual(const Item& item, const Given& given, const State& state,
   }
   const at::Tensor& param = tensor_of(item.param);
   row.take(state, item.required, param);
-  return QuickTest(param, item.required.dtype).passes(row);
+  return QuickTest(param, item.required).passes(row);
 }
 
 // On CUDA a parameter with a state but no gradient also has a row, which is not stepped, so that

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "checks.h"
+#include "math/codes.h"
 
 namespace apex_mp::step {
 namespace {
@@ -59,8 +60,8 @@ void check_peer_but_order(const at::Tensor& tensor, const Place& place, const at
   if (!can_be_laid_anew) check_peer(tensor, place, param, param_place);
 }
 
-void check_remainder(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
-                     const Place& param_place) {
+void check_integers(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
+                    const Place& param_place) {
   const std::string name = list_name(place);
   const std::string param_name = list_name(param_place);
   const Argument argument = {place.caller, name.c_str(), place.index};
@@ -69,6 +70,19 @@ void check_remainder(const at::Tensor& tensor, const Place& place, const at::Ten
   check_dense(argument, tensor);
   TORCH_CHECK(tensor.sizes() == param.sizes(), argument, " has sizes ", tensor.sizes(), ", ",
               param_name, '[', param_place.index, "] has ", param.sizes(), "; they must match");
+}
+
+void check_exponents(const at::Tensor& tensor, const Place& place, const at::Tensor& param) {
+  const std::string name = list_name(place);
+  const Argument argument = {place.caller, name.c_str(), place.index};
+  const int64_t blocks = math::count_code_blocks(param.numel());
+  check_numbers_in_memory(argument, tensor);
+  check_device(argument, tensor, param.device());
+  check_dense(argument, tensor);
+  apex_mp::check_dtype(argument, tensor, {at::kByte});
+  TORCH_CHECK_VALUE(tensor.numel() == blocks, argument, " has ", tensor.numel(),
+                    " exponents; it must have ", blocks, ", one for each ", math::kCodeBlock,
+                    " numbers");
 }
 
 void check_dtype(const at::Tensor& tensor, const Place& place, at::ScalarType dtype) {

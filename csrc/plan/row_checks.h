@@ -63,9 +63,12 @@ void check_peer(const at::Tensor& tensor, const Place& place, const at::Tensor& 
 void check_peer_but_order(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
                           const Place& param_place);
 
-// Likewise, for the remainder of a master.
-void check_remainder(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
-                     const Place& param_place);
+// Likewise, for the remainder of a master, or codes of one byte.
+void check_integers(const at::Tensor& tensor, const Place& place, const at::Tensor& param,
+                    const Place& param_place);
+
+// Throws a sentence unless there is one exponent for each block of a parameter's codes.
+void check_exponents(const at::Tensor& tensor, const Place& place, const at::Tensor& param);
 
 // Likewise, unless it is of this dtype.
 void check_dtype(const at::Tensor& tensor, const Place& place, at::ScalarType dtype);

@@ -15,7 +15,8 @@ struct RowTensors {
   const at::Tensor* grad = nullptr;           // nullptr: there is none, and nothing is stepped
   const at::Tensor* param_of_grad = nullptr;  // then: whose gradient, when there is one, it will be
   const at::Tensor* copy = nullptr;           // nullptr: there is none
-  const at::Tensor* tensors[math::kMaxTensors] = {};  // of state; nullptr: there is none
+  const at::Tensor* tensors[math::kMaxTensors] = {};    // of state; nullptr: there is none
+  const at::Tensor* exponents[math::kMaxTensors] = {};  // beside tensors of one byte
   const at::Tensor* numbers[math::kMaxNumbers] = {};
   size_t position = 0;  // of the parameter, among all of the optimizer
   int32_t group = 0;
@@ -31,7 +32,10 @@ struct RowTensors {
     if (masters == Masters::kFloat) copy = &own;
     if (masters == Masters::kSplit) copy = &tensor_of(state.master);
     has_whole_master = masters == Masters::kFloat;
-    for (int i = 0; i < required.tensors; ++i) tensors[i] = &tensor_of(state.tensors[i]);
+    for (int i = 0; i < required.tensors; ++i) {
+      tensors[i] = &tensor_of(state.tensors[i]);
+      if (tensors[i]->scalar_type() == at::kChar) exponents[i] = &tensor_of(state.exponents[i]);
+    }
     for (int i = 0; i < math::kMaxNumbers; ++i) {
       // A number that may be missing belongs to the tensors: without them it is not used.
       const bool has_use = i < required.numbers || required.tensors > 0;
@@ -44,7 +48,8 @@ struct RowTensors {
   void each_written(const Visit& visit) const {
     if (grad == nullptr) return;
     visit(*param);
-    for (const at::Tensor* tensor : {copy, tensors[0], tensors[1], numbers[0], numbers[1]}) {
+    for (const at::Tensor* tensor :
+         {copy, tensors[0], tensors[1], exponents[0], exponents[1], numbers[0], numbers[1]}) {
       if (tensor != nullptr) visit(*tensor);
     }
     if (writes_grad) visit(*grad);
@@ -98,13 +103,18 @@ inline Row memory_of(const RowTensors& row) {
                 to_write(row.copy),
                 {},
                 {},
+                {},
                 row.param->numel(),
                 row.group,
                 static_cast<int32_t>(row.position),
                 row.scaled,
                 row.writes_grad,
                 row.has_whole_master};
-  for (int i = 0; i < math::kMaxTensors; ++i) memory.tensors[i] = to_write(row.tensors[i]);
+  for (int i = 0; i < math::kMaxTensors; ++i) {
+    memory.tensors[i] = to_write(row.tensors[i]);
+    if (row.exponents[i] == nullptr) continue;
+    memory.exponents[i] = static_cast<uint8_t*>(row.exponents[i]->mutable_data_ptr());
+  }
   for (int i = 0; i < math::kMaxNumbers; ++i) {
     memory.numbers[i] = static_cast<float*>(to_write(row.numbers[i]).data);
   }
@@ -116,11 +126,11 @@ inline Row memory_of(const RowTensors& row) {
 // instructions for each tensor. If false, careful tests must follow.
 class QuickTest {
  public:
-  QuickTest(const at::Tensor& param, at::ScalarType of_state)
+  QuickTest(const at::Tensor& param, const RequiredState& required)
       : param_(param),
         keys_(param.key_set()),
         size_(param.numel()),
-        state_(of_state),
+        required_(required),
         passes_(is_plain(param) && param.is_contiguous()) {}
 
   bool passes(const RowTensors& row) const {
@@ -128,6 +138,9 @@ class QuickTest {
     if (row.copy != nullptr && !(is_like_param(*row.copy) && is_copy(*row.copy))) return false;
     for (const at::Tensor* tensor : row.tensors) {
       if (!is_usual_tensor(tensor)) return false;
+    }
+    for (const at::Tensor* each : row.exponents) {
+      if (!is_usual_exponents(each)) return false;
     }
     for (const at::Tensor* number : row.numbers) {
       if (!is_usual_number(number)) return false;
@@ -145,7 +158,13 @@ class QuickTest {
   }
 
   bool is_usual_tensor(const at::Tensor* tensor) const {
-    return tensor == nullptr || (is_like_param(*tensor) && tensor->scalar_type() == state_);
+    return tensor == nullptr || (is_like_param(*tensor) && required_.takes(tensor->scalar_type()));
+  }
+
+  bool is_usual_exponents(const at::Tensor* tensor) const {
+    return tensor == nullptr ||
+           (tensor->scalar_type() == at::kByte && is_where_param_is(*tensor) &&
+            tensor->is_contiguous() && tensor->numel() == math::count_code_blocks(size_));
   }
 
   bool is_usual_number(const at::Tensor* number) const {
@@ -168,7 +187,7 @@ class QuickTest {
   const at::Tensor& param_;
   const c10::DispatchKeySet keys_;
   const int64_t size_;
-  const at::ScalarType state_;
+  const RequiredState& required_;
   const bool passes_;
 };
 

@@ -13,7 +13,10 @@ State read_state(PyObject* dictionary, PyObject* master, const StateNames& names
     PyObject* found = name == nullptr ? nullptr : entry(dictionary, name);
     return found != nullptr && is_tensor(found) ? local_part(found) : nullptr;
   };
-  for (int i = 0; i < math::kMaxTensors; ++i) state.tensors[i] = look_up(names.tensors[i]);
+  for (int i = 0; i < math::kMaxTensors; ++i) {
+    state.tensors[i] = look_up(names.tensors[i]);
+    state.exponents[i] = look_up(names.exponents[i]);
+  }
   for (int i = 0; i < math::kMaxNumbers; ++i) state.numbers[i] = look_up(names.numbers[i]);
   return state;
 }
@@ -37,11 +40,22 @@ void check_state(const State& state, const StateNames& names, const RequiredStat
   };
   for (int i = 0; i < required.tensors; ++i) {
     PyObject* object = state.tensors[i];
-    const bool is_wanted = object != nullptr && tensor_of(object).scalar_type() == required.dtype;
-    check(PyUnicode_AsUTF8(names.tensors[i]), object, is_wanted ? required.dtype : wide);
+    const char* name = PyUnicode_AsUTF8(names.tensors[i]);
+    if (object != nullptr && tensor_of(object).scalar_type() == at::kChar) {
+      const Place here = place.in(name);
+      check_integers(tensor_of(object), here, param, place);
+      TORCH_CHECK_VALUE(state.exponents[i] != nullptr, place.caller, ": ", name, '[', place.group,
+                        "][", place.index, "] has codes of one byte, and the state has no '",
+                        PyUnicode_AsUTF8(names.exponents[i]), "' beside it; load the state anew");
+      const Place exponents = place.in(PyUnicode_AsUTF8(names.exponents[i]));
+      check_exponents(tensor_of(state.exponents[i]), exponents, param);
+      continue;
+    }
+    const bool is_wanted = object != nullptr && required.takes(tensor_of(object).scalar_type());
+    check(name, object, is_wanted ? tensor_of(object).scalar_type() : wide);
   }
   if (state.master != nullptr && tensor_of(state.master).scalar_type() == at::kShort) {
-    check_remainder(tensor_of(state.master), place.in("masters"), param, place);
+    check_integers(tensor_of(state.master), place.in("masters"), param, place);
   } else {
     check("masters", state.master, at::kFloat);
   }

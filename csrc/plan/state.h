@@ -1,6 +1,7 @@
 // The present state of a parameter, optimizer.state[param], and its master. For the plan.
 #pragma once
 
+#include "math/codes.h"
 #include "math/rules.h"
 #include "plan/hyperparameters.h"
 #include "plan/python_tensors.h"
@@ -11,6 +12,7 @@ namespace apex_mp::step {
 // The names of a state's tensors and numbers, in the order of the rule (math/rule.h).
 struct StateNames {
   PyObject* tensors[math::kMaxTensors] = {};
+  PyObject* exponents[math::kMaxTensors] = {};  // beside tensors of one byte
   PyObject* numbers[math::kMaxNumbers] = {};
 };
 
@@ -20,17 +22,25 @@ struct RequiredState {
   int numbers;
   at::ScalarType dtype;  // of tensors
   Masters masters;       // kNone if the parameter is not of low precision
+  bool takes_floats;     // in place of codes: the parameter is small
+
+  bool takes(at::ScalarType moments) const {
+    return moments == dtype || (takes_floats && moments == at::kFloat);
+  }
 
   RequiredState of(const at::Tensor& param) const {
     const bool is_low = param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
     const bool is_double = param.scalar_type() == at::kDouble;
-    return {tensors, numbers, is_double ? at::kDouble : dtype, is_low ? masters : Masters::kNone};
+    const bool is_small = dtype == at::kChar && param.numel() < math::kLeastCoded;
+    return {tensors, numbers, is_double ? at::kDouble : dtype, is_low ? masters : Masters::kNone,
+            is_small};
   }
 };
 
 // The entries of a state, borrowed; nullptr: missing, or not a tensor.
 struct State {
   PyObject* tensors[math::kMaxTensors] = {};
+  PyObject* exponents[math::kMaxTensors] = {};
   PyObject* numbers[math::kMaxNumbers] = {};
   PyObject* master = nullptr;
 
@@ -44,8 +54,10 @@ struct State {
   // Whether all required entries exist in the required dtypes.
   bool is_complete(const RequiredState& required) const {
     for (int i = 0; i < required.tensors; ++i) {
-      if (tensors[i] == nullptr || tensor_of(tensors[i]).scalar_type() != required.dtype)
-        return false;
+      if (tensors[i] == nullptr) return false;
+      const at::ScalarType dtype = tensor_of(tensors[i]).scalar_type();
+      if (!required.takes(dtype) || dtype != tensor_of(tensors[0]).scalar_type()) return false;
+      if (dtype == at::kChar && exponents[i] == nullptr) return false;
     }
     for (int i = 0; i < required.numbers; ++i) {
       if (numbers[i] == nullptr) return false;
@@ -66,6 +78,7 @@ inline State read_usual_state(PyObject* dictionary, PyObject* master, const Stat
     if (!is_tensor(value)) continue;
     for (int i = 0; i < math::kMaxTensors; ++i) {
       if (key == names.tensors[i]) state.tensors[i] = value;
+      if (key == names.exponents[i]) state.exponents[i] = value;
     }
     for (int i = 0; i < math::kMaxNumbers; ++i) {
       if (key == names.numbers[i]) state.numbers[i] = value;

@@ -29,8 +29,9 @@ struct Row {
   Array grad;  // on CUDA, data == nullptr: there is none now, and nothing is stepped
   Array copy;  // receives the new parameter; data == nullptr: there is none. A kRemainder is read,
                // too: then what is stepped is the float that it and the parameter are parts of
-  Array tensors[math::kMaxTensors];   // of state; data == nullptr: there is none
-  float* numbers[math::kMaxNumbers];  // of state; nullptr: there is none
+  Array tensors[math::kMaxTensors];       // of state; data == nullptr: there is none
+  uint8_t* exponents[math::kMaxTensors];  // of tensors of kCode, see math/codes.h; else nullptr
+  float* numbers[math::kMaxNumbers];      // of state; nullptr: there is none
   int64_t size;
   int32_t group;
   int32_t position;          // of the parameter in the optimizer
@@ -42,6 +43,7 @@ struct Row {
 inline bool operator==(const Row& one, const Row& other) {
   return one.param == other.param && one.grad == other.grad && one.copy == other.copy &&
          std::equal(one.tensors, std::end(one.tensors), other.tensors) &&
+         std::equal(one.exponents, std::end(one.exponents), other.exponents) &&
          std::equal(one.numbers, std::end(one.numbers), other.numbers) && one.size == other.size &&
          one.group == other.group && one.position == other.position && one.scaled == other.scaled &&
          one.writes_grad == other.writes_grad && one.copy_counts == other.copy_counts;
@@ -65,7 +67,7 @@ struct Group {
   Number lr;
   double max_norm;  // 0: do not clip
   bool maximize;
-  bool stochastic_rounding;  // of state in bfloat16, see math/rounding.h
+  bool stochastic_rounding;  // of state in bfloat16 or one byte, see math/rounding.h
   bool has_norm;             // whether the caller has given the norm of the gradients, as they lie
   Number norm;
 };

@@ -41,7 +41,8 @@ PLAN = (
                 "fused_rules",
                 "fused_rules_in_wrappers",
             ),
-            *("narrow_moments", "split_masters", "stochastic_rounding", "written_weights"),
+            *("moments_in_a_byte", "narrow_moments", "split_masters", "stochastic_rounding"),
+            *("written_weights",),
             *("checked_steps", "step_loss_scale", "step_plan_fp16", "step_plan_params"),
         )
     ),

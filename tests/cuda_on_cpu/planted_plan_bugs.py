@@ -80,8 +80,8 @@ PLANTED_PLAN_BUGS = {
         net=NET,
     ),
     "each chunk rounds with the same random numbers": PlantedBug(
-        "static_cast<uint32_t>(int64_t{chunk.index} * memory.counts.chunk_size)",
-        "0u",
+        "static_cast<uint32_t>(first)}",
+        "0u}",
         SAME_BITS,
         WRONG_BITS,
         net=NET,

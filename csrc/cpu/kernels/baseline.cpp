@@ -6,6 +6,7 @@
 #include "cpu/kernels/kernels.h"
 #include "math/axpby.h"
 #include "math/check.h"
+#include "math/codes.h"
 #include "math/exponent.h"
 #include "math/rounding.h"
 #include "math/rules.h"

@@ -14,6 +14,7 @@
 #endif
 #include "cpu/kernels/tiles.h"
 #include "cpu/kernels/split.h"
+#include "cpu/kernels/codes.h"
 #include "cpu/kernels/check.h"
 #include "cpu/kernels/exponents.h"
 #include "cpu/kernels/step.h"
@@ -78,6 +79,7 @@ int32_t axpby(In x, In y, Out out, int64_t count, const math::Axpby<double>& fac
 
 template <typename... Rules>
 constexpr Kernels table(const char* level, math::RuleList<Rules...>) {
-  return {level, check,        max_abs,       exponents,        unscale,
-          axpby, join_masters, split_masters, {step<Rules>...}, {measure_of<Rules>()...}};
+  return {level,      check,       max_abs,          exponents,
+          unscale,    axpby,       join_masters,     split_masters,
+          read_codes, write_codes, {step<Rules>...}, {measure_of<Rules>()...}};
 }

@@ -19,6 +19,12 @@ struct Array {
 using In = Array<const void>;
 using Out = Array<void>;
 
+// Moments of one byte, and the exponents of their blocks (math/codes.h).
+struct Codes {
+  uint8_t* codes;
+  uint8_t* exponents;
+};
+
 struct CheckResult {
   double sum_sq;
   int32_t found_inf;
@@ -29,9 +35,10 @@ struct StepChunk {
   In grad;
   Out copy;                        // data == nullptr: there is none; a kRemainder: see step::Row
   Out tensors[math::kMaxTensors];  // of state; data == nullptr: there is none
+  uint8_t* exponents[math::kMaxTensors];  // of their blocks, if they are of kCode
   int64_t count;
   bool copy_counts;         // see step::Row
-  math::Rounding rounding;  // of state in bfloat16
+  math::Rounding rounding;  // of state in bfloat16 or one byte
   uint32_t first;           // where the chunk begins in its tensor, modulo 2**32
 };
 
@@ -52,6 +59,11 @@ struct Kernels {
   // see math/split.h.
   void (*join_masters)(In weights, In kept, float* masters, int64_t count);
   void (*split_masters)(const float* masters, Out weights, Out remainders, int64_t count);
+  // Of tensor `which` of a state, from the first number of a block on, which is number `first` of
+  // the tensor.
+  void (*read_codes)(int which, const Codes& codes, float* dst, int64_t count);
+  void (*write_codes)(int which, const float* src, const Codes& codes, int64_t count,
+                      const math::Rounding& rounding, uint32_t first);
   StepKernel step[math::AllRules::kCount];
   MeasureKernel measure[math::AllRules::kCount];  // nullptr where Rule::kRatio < 0
 };

@@ -83,8 +83,6 @@ void step_in_tiles(const StepChunk& chunk,
   }
 }
 
-#if APEX_MP_LEVEL > 0
-// Steps a chunk that has all tensors of the rule.
 template <typename Rule>
 inline StepChunk part_of(StepChunk chunk, int64_t begin, int64_t count) {
   chunk.param.data = at(chunk.param.data, chunk.param.dtype, begin);
@@ -97,6 +95,8 @@ inline StepChunk part_of(StepChunk chunk, int64_t begin, int64_t count) {
   chunk.count = count;
   return chunk;
 }
+
+#if APEX_MP_LEVEL > 0
 
 // Whether the parameter is float, or a master with a gradient of its weight's dtype; the state
 // float or bfloat16, of one dtype, and no tensor of it is left out; the gradient not double; and
@@ -314,8 +314,7 @@ inline bool has_double_math(const StepChunk& chunk) {
 }
 
 template <typename Rule>
-void step(const StepChunk& chunk, const void* erased) {
-  const auto& factors = *static_cast<const typename Rule::template Factors<double>*>(erased);
+void step_floats(const StepChunk& chunk, const typename Rule::template Factors<double>& factors) {
   if (has_double_math(chunk)) return step_in_tiles<Rule, double>(chunk, factors);
 #if APEX_MP_LEVEL > 0
   if (fits_registers<Rule>(chunk)) {
@@ -323,6 +322,37 @@ void step(const StepChunk& chunk, const void* erased) {
   }
 #endif
   step_in_tiles<Rule, float>(chunk, math::factors_as<float>(factors));
+}
+
+// Steps a chunk whose state is in one byte, tile by tile.
+template <typename Rule>
+void step_codes(const StepChunk& chunk, const typename Rule::template Factors<double>& factors) {
+  float tiles[Rule::kTensors][kTile];
+  for (int64_t begin = 0; begin < chunk.count; begin += kTile) {
+    const int64_t count = tile_size(begin, chunk.count);
+    const StepChunk coded = part_of<Rule>(chunk, begin, count);
+    StepChunk tile = coded;
+    Codes codes[Rule::kTensors];
+    for (int i = 0; i < Rule::kTensors; ++i) {
+      codes[i] = {static_cast<uint8_t*>(coded.tensors[i].data),
+                  chunk.exponents[i] + begin / math::kCodeBlock};
+      tile.tensors[i] = {tiles[i], DType::kFloat};
+      read_codes(i, codes[i], tiles[i], count);
+    }
+    step_floats<Rule>(tile, factors);
+    for (int i = 0; i < Rule::kTensors; ++i) {
+      write_codes(i, tiles[i], codes[i], count, chunk.rounding, coded.first);
+    }
+  }
+}
+
+template <typename Rule>
+void step(const StepChunk& chunk, const void* erased) {
+  const auto& factors = *static_cast<const typename Rule::template Factors<double>*>(erased);
+  if constexpr (Rule::kTakesCodes) {
+    if (chunk.tensors[0].dtype == DType::kCode) return step_codes<Rule>(chunk, factors);
+  }
+  step_floats<Rule>(chunk, factors);
 }
 
 template <typename Rule, typename opmath_t>

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "cpu/measure.h"
+#include "math/codes.h"
 
 namespace apex_mp::cpu {
 namespace {
@@ -158,12 +159,15 @@ StepChunk part_of(const Row& row, const Chunk& chunk, const math::Rounding& roun
                            part(row.grad, chunk.begin),
                            part_to_write(row.copy, chunk.begin),
                            {},
+                           {},
                            chunk.count,
                            row.copy_counts,
                            rounding,
                            static_cast<uint32_t>(chunk.begin)};
   for (int i = 0; i < math::kMaxTensors; ++i) {
     part_of_row.tensors[i] = part_to_write(row.tensors[i], chunk.begin);
+    if (row.exponents[i] == nullptr) continue;
+    part_of_row.exponents[i] = row.exponents[i] + chunk.begin / math::kCodeBlock;
   }
   return part_of_row;
 }

@@ -23,8 +23,9 @@ struct StepGroupChunks {
 struct alignas(16) StepRow {
   void* param;
   void* copy;
-  void* tensors[math::kMaxTensors];   // of state
-  float* numbers[math::kMaxNumbers];  // of state; nullptr: there is none
+  void* tensors[math::kMaxTensors];       // of state
+  uint8_t* exponents[math::kMaxTensors];  // see step::Row
+  float* numbers[math::kMaxNumbers];      // of state; nullptr: there is none
   int32_t group;
   int32_t first_chunk;
   int32_t position;  // see step::Row
@@ -69,6 +70,7 @@ struct StepCounts {
   int32_t rule;  // number in math::AllRules
   bool has_wide_state;
   bool has_narrow_state;  // whether there are rows whose state is in bfloat16
+  bool has_coded_state;   // or in one byte
 };
 
 struct StepMemory {

@@ -38,6 +38,7 @@ bool same_row(const step::Row& one, const step::Row& other) {
   return one.param == other.param && one.copy == other.copy &&
          one.copy_counts == other.copy_counts &&
          std::equal(one.tensors, std::end(one.tensors), other.tensors) &&
+         std::equal(one.exponents, std::end(one.exponents), other.exponents) &&
          std::equal(one.numbers, std::end(one.numbers), other.numbers) && one.size == other.size &&
          one.group == other.group && one.position == other.position &&
          (other.grad.data == nullptr ||
@@ -57,8 +58,10 @@ StepTable::StepTable(const step::Task& task)
   for (const step::Row& row : rows_) {
     first_chunk_.push_back(static_cast<int32_t>(chunks));
     chunks += std::max<int64_t>(count_chunks(row.size, chunk_size_), 1);
-    const bool is_narrow = row.tensors[0].dtype == DType::kBFloat16;
-    (is_narrow ? has_narrow_state_ : has_wide_state_) = true;
+    const DType state = row.tensors[0].dtype;
+    (state == DType::kCode       ? has_coded_state_
+     : state == DType::kBFloat16 ? has_narrow_state_
+                                 : has_wide_state_) = true;
     if (chunks > INT32_MAX) throw std::length_error("apex_mp: too many parameters for one step");
   }
   first_chunk_.push_back(static_cast<int32_t>(chunks));
@@ -78,6 +81,7 @@ void StepTable::build_image() {
     image.rows[i] = {row.param.data,
                      row.copy.data,
                      {row.tensors[0].data, row.tensors[1].data},
+                     {row.exponents[0], row.exponents[1]},
                      {row.numbers[0], row.numbers[1]},
                      row.group,
                      first_chunk_[i],
@@ -105,7 +109,8 @@ StepMemory StepTable::memory_at(const void* memory) const {
                              static_cast<int32_t>(chunk_size_),
                              rule_,
                              has_wide_state_,
-                             has_narrow_state_};
+                             has_narrow_state_,
+                             has_coded_state_};
   return step_memory(reinterpret_cast<uintptr_t>(memory), counts);
 }
 

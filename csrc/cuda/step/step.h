@@ -88,6 +88,7 @@ class StepTable {
   int64_t chunk_size_;
   bool has_wide_state_ = false;
   bool has_narrow_state_ = false;
+  bool has_coded_state_ = false;
   std::vector<int32_t> first_chunk_;  // of each row, and the number of all
   std::vector<char> image_;           // the first part of device memory
   int64_t bytes_ = 0;

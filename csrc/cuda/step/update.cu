@@ -6,6 +6,7 @@
 #include "cuda/launch.h"
 #include "cuda/loops.h"
 #include "cuda/reduce.h"
+#include "cuda/step/codes.h"
 #include "cuda/step/decide.h"
 #include "cuda/step/passes.h"
 #include "math/step_scalars.h"
@@ -69,12 +70,13 @@ __device__ PartOf<Rule> part_of(const StepRow& row, const void* grad, const Step
   return part;
 }
 
-// A kernel is compiled for rows whose state is in bfloat16, and one for the others: a branch for
-// every vector would cost registers. Math is done in double where a row has doubles.
+// A kernel is compiled for rows whose state is in bfloat16, one for codes, and one for the others:
+// a branch for every vector would cost registers. Math is done in double where a row has doubles.
 template <DType state>
 __device__ bool is_of(const StepFacts& facts) {
-  const bool is_narrow = (facts.tensors & kDTypeMask) == static_cast<uint32_t>(DType::kBFloat16);
-  return is_narrow == (state == DType::kBFloat16);
+  const auto dtype = static_cast<DType>(facts.tensors & kDTypeMask);
+  if (state == DType::kFloat) return dtype != DType::kBFloat16 && dtype != DType::kCode;
+  return dtype == state;
 }
 
 // Computes the same update as step_kernel(), but writes only sums of squares for each chunk.
@@ -147,9 +149,20 @@ __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
   PartOf<Rule> part = part_of<Rule>(row, grad, chunk, memory.counts.chunk_size);
   const Array unscaled =
       chunk.facts.writes_grad ? part.arrays[1] : Array{nullptr, part.arrays[1].dtype};
-  const StateRounding rounding = {
-      memory.prepared[chunk.row].rounding,
-      static_cast<uint32_t>(int64_t{chunk.index} * memory.counts.chunk_size)};
+  const int64_t first = int64_t{chunk.index} * memory.counts.chunk_size;
+  const StateRounding rounding = {memory.prepared[chunk.row].rounding,
+                                  static_cast<uint32_t>(first)};
+  if constexpr (state == DType::kCode) {
+    const int64_t first_block = first / math::kCodeBlock;
+    if (part.double_math) {
+      step_codes<Rule, kStateCache, double>(part, row, first_block, factors,
+                                            unscaled_grad<double>(unscaled, inv_scale), rounding);
+    } else {
+      step_codes<Rule, kStateCache, float>(part, row, first_block, math::factors_as<float>(factors),
+                                           unscaled_grad<float>(unscaled, inv_scale), rounding);
+    }
+    return;
+  }
   if (part.double_math) {
     step_numbers<Rule, kStateCache, double>(part, factors,
                                             unscaled_grad<double>(unscaled, inv_scale), rounding);
@@ -180,6 +193,9 @@ void launch_step_update(const StepMemory& memory, cudaStream_t stream) {
     }
     launch_one(step_kernel<Rule, DType::kFloat>, memory.counts.has_wide_state);
     launch_one(step_kernel<Rule, DType::kBFloat16>, memory.counts.has_narrow_state);
+    if constexpr (Rule::kTakesCodes) {
+      launch_one(step_kernel<Rule, DType::kCode>, memory.counts.has_coded_state);
+    }
   });
 }
 

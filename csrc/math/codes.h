@@ -1,0 +1,96 @@
+// A moment in one byte: the code of a number in a block of 32, whose largest number gives all of
+// them one exponent, as in the Microscaling formats of the Open Compute Project.
+//
+// A code is a small float. Of the first tensor of state it has a sign, 3 bits of exponent and 4 of
+// mantissa, so that numbers from 1/256 of the block's largest one on are kept within 1/32 of
+// themselves. The second tensor, which is never negative, has 4 bits of each, and keeps numbers
+// from 2**-16 of the largest one on. Code 0 is 0. Below the smallest code
+//
+//   - a number of the first tensor becomes 0 or that code, at random or the nearer one;
+//   - a positive number of the second tensor becomes that code, because a step divides by its root.
+//
+// A block with inf, NaN or 3.34e38 and more holds NaN alone. Exponents begin at 2**-119 (first) and
+// 2**-111 (second): a block of smaller numbers is kept as in one whose largest number has that.
+//
+// A block counts along memory, from the first number of a tensor, or of the part of it that a
+// process has; the last block may be shorter.
+#pragma once
+
+#include <cstdint>
+
+#include "math/bits.h"
+
+namespace apex_mp::math {
+
+constexpr int kCodeBlock = 32;         // numbers with one exponent
+constexpr int64_t kLeastCoded = 4096;  // smaller parameters keep floats
+constexpr uint32_t kCodeShift = 19;    // of the last bit of mantissa, in a float
+constexpr uint32_t kCodeUnit = 1u << kCodeShift;
+constexpr uint32_t kAllNan = 255;  // as an exponent
+
+APEX_MP_MATH int64_t count_code_blocks(int64_t numbers) {
+  return (numbers + kCodeBlock - 1) / kCodeBlock;
+}
+
+// The largest code of a tensor of state, without its sign.
+APEX_MP_MATH constexpr uint32_t largest_code(int which) { return which == 0 ? 127u : 255u; }
+
+// The bits of the larger of `largest` and the size of a number.
+APEX_MP_MATH uint32_t larger_bits(uint32_t largest, float x) {
+  const uint32_t size = bits_of(x) & 0x7fffffffu;
+  return size > largest ? size : largest;
+}
+
+// The exponent of a block: that of a float which no number of the block is rounded beyond.
+// `largest` are the bits of the largest absolute value.
+APEX_MP_MATH uint32_t block_exponent(int which, uint32_t largest) {
+  const uint32_t exponent = (largest + (kCodeUnit - 1u)) >> 23;
+  const uint32_t least = which == 0 ? 8u : 16u;
+  const uint32_t above = exponent < least ? least : exponent;
+  return above < kAllNan ? above : kAllNan;
+}
+
+// What is added to a code to get the upper bits of its float.
+APEX_MP_MATH uint32_t code_offset(int which, uint32_t exponent) {
+  return (exponent << 4) + 15u - largest_code(which);
+}
+
+// `offset` is that of the block.
+APEX_MP_MATH float decode(int which, uint32_t code, uint32_t offset) {
+  const uint32_t size = code & largest_code(which);
+  const uint32_t sign = which == 0 ? (code & 128u) << 24 : 0u;
+  return from_bits(size == 0u ? 0u : sign | (size + offset) << kCodeShift, 0.0f);
+}
+
+// How a number is rounded: `added` to its bits before the lower ones are cut off, and the part of
+// the smallest code from which on it is not 0.
+struct CodeRounding {
+  uint32_t added;
+  float part;
+};
+
+// To nearest, ties to even.
+APEX_MP_MATH CodeRounding code_to_nearest(float x) {
+  return {(bits_of(x) >> kCodeShift & 1u) + (kCodeUnit / 2u - 1u), 0.5f};
+}
+
+// `random` is below 2**16.
+APEX_MP_MATH CodeRounding code_at_random(uint32_t random) {
+  return {random << (kCodeShift - 16u),
+          static_cast<float>(static_cast<int32_t>(random)) * 0x1p-16f};
+}
+
+// `offset` and `is_nan` are those of the block.
+APEX_MP_MATH uint32_t encode(int which, float x, uint32_t offset, bool is_nan,
+                             CodeRounding rounding) {
+  const uint32_t bits = bits_of(x) & 0x7fffffffu;
+  const uint32_t smallest = (offset + 1u) << kCodeShift;
+  const float size = from_bits(bits, 0.0f);
+  const bool keeps = which == 0 ? size > rounding.part * from_bits(smallest, 0.0f) : bits != 0u;
+  const uint32_t rounded = ((bits + rounding.added) >> kCodeShift) - offset;
+  const uint32_t code = bits < smallest ? static_cast<uint32_t>(keeps) : rounded;
+  const uint32_t sign = which == 0 ? bits_of(x) >> 24 & 128u : 0u;
+  return is_nan ? largest_code(which) : code == 0u ? 0u : sign | code;
+}
+
+}  // namespace apex_mp::math
