@@ -131,6 +131,9 @@ types: $(BUILT)
 
 # An extension of its own, not optimised: each line, level and template is counted by itself. What
 # is returned is moved, or gcov takes the line of a return for one that only an exception reaches.
+COVERAGE_TESTS = $(call tests_of,operator* cpu_levels fused_* step_* grad_versions narrow_moments \
+  split_masters stochastic_rounding checked_steps unscaled_grads written_weights offload \
+  plain_tensors fp16_optimizer_clipping master_weights_in_loops)
 coverage: $(BUILT)
 	rm -rf $(COVERAGE)/lib
 	mkdir -p $(COVERAGE)
@@ -141,9 +144,7 @@ coverage: $(BUILT)
 	  --build-lib $(COVERAGE)/lib --build-temp $(COVERAGE)/cpu > $(COVERAGE)/build.log \
 	  || { cat $(COVERAGE)/build.log; exit 1; }
 	PYTHONPATH=$(CURDIR)/$(COVERAGE)/lib OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q --every-case \
-	  tests/operators/test_operator*.py tests/operators/test_cpu_levels.py tests/optimizers/test_fused_*.py \
-	  tests/*/test_step_*.py tests/core/test_grad_*.py tests/optimizers/test_unscaled_grads.py \
-	  tests/fp16_utils/test_fp16_optimizer_clipping.py
+	  -m 'not slow' $(COVERAGE_TESTS)
 	$(VENV)/bin/python tests/cuda_coverage.py $(COVERAGE)/cuda
 	@for level in $$($(VENV)/bin/python -c \
 	  'from apex_mp import _C; print(*{"avx2", "avx512"} - {*_C.cpu_levels()})'); do \

@@ -33,7 +33,7 @@ namespace {
 
 bool is_sparse(const at::Tensor& tensor) { return tensor.layout() != at::kStrided; }
 
-// The sparse argument of a call, as an error message names it: "grads[3]".
+// The sparse argument of a call, as an error message names it: "grads[3]"; empty: there is none.
 std::string sparse_argument(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
   const size_t count = schema.arguments().size();
   for (size_t i = 0; i < count; ++i) {
@@ -46,17 +46,16 @@ std::string sparse_argument(const c10::FunctionSchema& schema, const torch::jit:
       if (is_sparse(list.get(index))) return name + '[' + std::to_string(index) + ']';
     }
   }
-  return "an argument";
+  return {};
 }
 
 // Raises an error of one sentence in place of the dispatcher's long message.
 void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const std::string name = schema.name().substr(schema.name().rfind(':') + 1);
-  TORCH_CHECK(
-      !keys.has_any(c10::DispatchKeySet({c10::DispatchKey::Sparse, c10::DispatchKey::SparseCsr})),
-      name, ": ", sparse_argument(schema, *stack),
-      " is a sparse tensor; it must be a dense (strided) tensor");
+  const std::string sparse = sparse_argument(schema, *stack);
+  TORCH_CHECK(sparse.empty(), name, ": ", sparse,
+              " is a sparse tensor; it must be a dense (strided) tensor");
   TORCH_CHECK(false, name, ": an argument is a ", c10::toString(keys.highestPriorityTypeId()),
               " tensor, for which this build of apex_mp has no kernels. To build those for CUDA: "
               "FORCE_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .");

@@ -138,14 +138,10 @@ void define_classes(py::module_& module) {
     for (DeviceGrads& here : found.plain) plain[py::cast(here.device)] = std::move(here);
     return py::make_tuple(plain, found.others, found.has_parts);
   });
-  module.def("join_master", &join_master, py::arg("weight"), py::arg("remainder"),
-             py::arg("master"));
-  module.def("split_master", &split_master, py::arg("master"), py::arg("weight"),
-             py::arg("remainder"));
-  module.def("read_codes", &read_codes, py::arg("codes"), py::arg("exponents"), py::arg("numbers"),
-             py::arg("which"));
-  module.def("write_codes", &write_codes, py::arg("numbers"), py::arg("codes"),
-             py::arg("exponents"), py::arg("which"));
+  module.def("join_master", &join_master);    // (weight, remainder, master)
+  module.def("split_master", &split_master);  // (master, weight, remainder)
+  module.def("read_codes", &read_codes);      // (codes, exponents, numbers, which)
+  module.def("write_codes", &write_codes);    // (numbers, codes, exponents, which)
   // What counts the writes to each tensor; 0 for those of inference mode, which have no count.
   module.def("versions", [](const py::list& tensors) {
     std::vector<int64_t> versions;

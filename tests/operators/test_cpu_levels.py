@@ -68,6 +68,13 @@ def assert_same_results(actual: list[torch.Tensor], expected: list[torch.Tensor]
         assert_same_bits(ours, theirs)
 
 
+def test_a_level_that_is_not_there_is_refused_and_the_others_are_named() -> None:
+    before, levels = _C.cpu_level(), ", ".join(_C.cpu_levels())
+    with pytest.raises(ValueError, match=rf"^CPU level 'none' .* must be one of: {levels}$"):
+        _C.set_cpu_level("none")
+    assert _C.cpu_level() == before
+
+
 @each_row
 def test_every_cpu_level_gives_the_same_bits(
     operator: Operator, dtypes: list[Dtypes], cpu_level: str

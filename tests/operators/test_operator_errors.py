@@ -471,3 +471,20 @@ def test_a_tensor_that_requires_grad_is_refused_in_grad_mode_only(
         assert_refuses(OPERATOR[operator], call, message)
         with torch.no_grad():
             OPERATOR[operator](call)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("operator", OPERATORS, ids=str)
+def test_a_device_without_kernels_is_named(operator: Operator) -> None:
+    call = sound_call(operator, torch.device("cpu"))
+    before = copy_of(call)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)
+    packet = getattr(torch.ops.apex_mp, operator.name)
+    message = (
+        f"^{operator.name}: an argument is a XPU tensor, for which this build of apex_mp has no"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        packet.default.redispatch(keys, *call.values())
+    for name, value in call.items():
+        for tensor, old in zip(tensors_of(value), tensors_of(before[name]), strict=True):
+            assert_same_bits(tensor, old)

@@ -212,6 +212,23 @@ def test_a_step_with_another_scale_or_clip_checks_again(device: torch.device) ->
         assert_same_state(optimizer, twin)
 
 
+def test_a_write_to_a_gradient_of_inference_mode_counts_though_nothing_counts_it(
+    device: torch.device,
+) -> None:
+    optimizer, twin = trained(FusedAdam, device)
+    for each in (optimizer, twin):
+        with torch.inference_mode():
+            grads = [param.grad * 1.0 for param in params_of(each)]
+        for param, grad in zip(params_of(each), grads, strict=True):
+            param.grad = grad
+    optimizer.check_gradients(scaled_step())
+    for each in (optimizer, twin):
+        with torch.inference_mode():
+            params_of(each)[0].grad.mul_(2.0)
+        take(each, scaled_step())
+    assert_same_state(optimizer, twin)
+
+
 def test_an_error_between_the_two_leaves_no_check_behind(device: torch.device) -> None:
     optimizer, twin = trained(FusedAdam, device)
     optimizer.check_gradients(scaled_step())

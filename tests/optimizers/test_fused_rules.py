@@ -44,7 +44,7 @@ from torch.nn import Parameter
 
 from apex_mp import amp
 from apex_mp.engine import devices as engine_devices
-from apex_mp.optimizers import FusedAdam, FusedNovoGrad, FusedSGD
+from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedNovoGrad, FusedSGD
 
 # By step and parameter.
 NO_GRAD = {(0, 1), (1, 1), (1, 0)}
@@ -155,6 +155,22 @@ def test_masters_train_as_float32_parameters_and_a_checkpoint_has_them(
 
 
 @each_with_masters
+@pytest.mark.usefixtures("cpu_level")
+def test_masters_take_float64_gradients_as_float32_parameters_do(
+    make: Any, masters: Any, device: torch.device
+) -> None:
+    params = make_params(device, BF16)  # Of float16, split ones below 2**-16 are not exact.
+    wide_params = copies_of(params, F32)
+    optimizer, wide = make(params, master_weights=masters), make(wide_params)
+    for step in range(3):
+        grads = [grad_for(param, step, i, F64) / 3.0 for i, param in enumerate(params)]
+        optimizer.step(grads=grads)
+        wide.step(grads=grads)
+        for param, expected in zip(params, wide_params, strict=True):
+            assert_same_master(optimizer, optimizer.master(param), expected)
+
+
+@each_with_masters
 def test_a_skipped_step_leaves_parameters_and_masters(
     make: Any, masters: Any, device: torch.device
 ) -> None:
@@ -208,25 +224,41 @@ def test_parameters_in_any_order_of_memory_are_stepped_as_they_lie(
         step_and_compare(optimizer, subject)
 
 
+_NARROW = {"moment_dtype": BF16}
+_ROUNDINGS: list[dict[str, Any]] = [{}, _NARROW, _NARROW | {"stochastic_rounding": True}]
+
+
 @pytest.mark.cpu_only  # On CUDA the order of a norm's sum, and so its last bits, go by the dtype.
 @pytest.mark.parametrize(
-    ("fused", "options"),
+    ("fused", "options", "moments"),
     [
-        (FusedAdam, {"lr": 0.1}),
-        (FusedSGD, {"lr": 0.1, "momentum": 0.9}),
-        *((subject.fused, subject.options) for subject in SUBJECTS.values()),
+        (fused, options, moments)
+        for fused, options in (
+            (FusedAdam, {"lr": 0.1}),
+            (FusedSGD, {"lr": 0.1, "momentum": 0.9}),
+            *((subject.fused, subject.options) for subject in SUBJECTS.values()),
+        )
+        for moments in _ROUNDINGS
+        if len(moments) < 2 or fused not in (FusedSGD, FusedAdagrad)  # They count no steps.
     ],
 )
 @pytest.mark.parametrize("output", [F16, BF16], ids=NAMES.get)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=NAMES.get)
 @pytest.mark.usefixtures("cpu_level")
 def test_half_gradients_and_outputs_are_those_of_floats_rounded_once(
-    dtype: torch.dtype, output: torch.dtype, fused: Any, options: Any, device: torch.device
+    dtype: torch.dtype,
+    output: torch.dtype,
+    fused: Any,
+    options: Any,
+    moments: dict[str, Any],
+    device: torch.device,
 ) -> None:
     params = make_params(device, F32)
     theirs = copies_of(params)
     outputs = [torch.zeros_like(param, dtype=output) for param in params]
     optimizer, expected = fused(params, **options), fused(theirs, **options)
+    for each in (optimizer, expected):
+        each.param_groups[0].update(moments)
     for step in range(2):
         grads = [grad_for(param, step, i).to(dtype) for i, param in enumerate(params)]
         optimizer.step(grads=[grads], output_params=[outputs])

@@ -13,7 +13,7 @@ from fp16_cases import F16, F32
 from scaled_steps import take_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from apex_mp.amp import GradScaler
 from apex_mp.optimizers import FusedAdam
@@ -75,6 +75,16 @@ def test_a_gradient_must_be_divided_as_its_parameter_is() -> None:
         optimizer.step()
     assert not optimizer.state
     assert torch.equal(other.to_local(), before)
+
+
+def test_a_gradient_that_is_a_sum_in_parts_is_added_up() -> None:
+    plain, other, expected, optimizer = pair(F32)
+    plain.grad = torch.randn(5, 3)
+    other.grad = spread(plain.grad.clone(), Partial())
+    expected.step()
+    optimizer.step()
+    assert torch.equal(other.to_local(), plain)
+    assert other.grad.placements == other.placements
 
 
 def test_a_step_clips_and_looks_for_inf() -> None:

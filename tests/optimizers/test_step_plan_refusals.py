@@ -19,6 +19,7 @@ from scaled_steps import take_step
 from torch import Tensor
 from torch.nn import Parameter
 
+from apex_mp import _C
 from apex_mp.optimizers import FusedAdam
 
 
@@ -159,6 +160,10 @@ WRONG_OPTIONS: dict[str, tuple[str, Any]] = {
     "betas that are a number": ("betas", 0.9),
     "eps that is None": ("eps", None),
     "negative eps": ("eps", -1.0),
+    "masters that are a wrong word": ("master_weights", "float16"),
+    "moments of float16": ("moment_dtype", F16),
+    "params that are a tuple": ("params", ()),
+    "a param that is a number": ("params", [1.0]),
 }
 
 
@@ -170,13 +175,14 @@ def test_a_wrong_option_of_the_last_group_changes_nothing(
     run = make_run("two groups, mixed")
     run.train(steps_before)
     group = run.optimizer.param_groups[1]
-    before = group[name]
+    before = dict(group)
+    give(run)
     with Unchanged(run.optimizer):
         group[name] = value
-        give(run)
         with pytest.raises((TypeError, ValueError, RuntimeError)):
             run.optimizer.step()
-        group[name] = before
+        group.clear()
+        group.update(before)
     run.train(2)
 
 
@@ -275,3 +281,13 @@ def test_other_threads_run_while_a_long_step_is_taken(device: torch.device) -> N
         thread.join()
     # Torch lets go of the lock for a moment here and there; that is not meant.
     assert after - before > 30
+
+
+@pytest.mark.cpu_only
+@pytest.mark.skipif(_C.with_cuda, reason="this build has CUDA")
+def test_a_build_without_cuda_has_no_outcome_on_a_device() -> None:
+    plan = FusedAdam([parameter(5)])._present_engine().new_plan()
+    with pytest.raises(RuntimeError, match="this build has no CUDA"):
+        _ = plan.outcome
+    with pytest.raises(RuntimeError, match="this build has no CUDA"):
+        plan.read_outcome(torch.zeros(1))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_adam_cases import NAMES, copies_of, give_grads
+from fused_adam_cases import NAMES, copies_of, give_grads, grad_for
 from rule_cases import SUBJECTS, copy_master, make_params
 from tolerances import assert_same_bits
 from torch import Tensor
@@ -98,12 +98,17 @@ def rounded(exact: Tensor, random: Tensor) -> Tensor:
     return ((bits + random) >> 16).to(torch.uint16).view(BF16)
 
 
+@pytest.mark.parametrize("grad_dtype", [None, F64], ids=["grads alike", "fp64 grads"])
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=NAMES.get)
 @pytest.mark.parametrize("masters", [False, "float32", True])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=[*MAKERS])
 @pytest.mark.usefixtures("cpu_level")
 def test_random_bits_are_those_of_the_hash(
-    dtype: torch.dtype, masters: Any, make: Any, device: torch.device
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype | None,
+    masters: Any,
+    make: Any,
+    device: torch.device,
 ) -> None:
     params = make_params(device, dtype)
     optimizer = make(params, master_weights=masters)
@@ -121,10 +126,9 @@ def test_random_bits_are_those_of_the_hash(
                     for name, value in optimizer.state[param].items()
                 }
             copy_master(optimizer, param, wide, twin)
-        give_grads(params, step, values=dtype)
-        give_grads(wide_params, step, values=dtype)
-        optimizer.step()
-        wide.step()
+        grads = [grad_for(p, step, i, dtype).to(grad_dtype or dtype) for i, p in enumerate(params)]
+        optimizer.step(grads=grads)
+        wide.step(grads=grads)
         for position, (param, twin) in enumerate(zip(params, wide_params, strict=True)):
             assert_same_bits(optimizer.master(param), wide.master(twin))
             for which, name in enumerate(MOMENTS):
