@@ -131,7 +131,7 @@ types: $(BUILT)
 
 # An extension of its own, not optimised: each line, level and template is counted by itself. What
 # is returned is moved, or gcov takes the line of a return for one that only an exception reaches.
-COVERAGE_TESTS = $(call tests_of,operator* cpu_levels fused_* step_* grad_versions narrow_moments \
+COVERAGE_TESTS = $(call tests_of,operator* cpu_levels fused_* step_* grad_* narrow_moments \
   split_masters stochastic_rounding checked_steps unscaled_grads written_weights offload \
   plain_tensors fp16_optimizer_clipping master_weights_in_loops)
 coverage: $(BUILT)

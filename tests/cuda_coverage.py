@@ -20,13 +20,14 @@ COUNTED = ["--coverage", "-O0", "-fno-elide-constructors"]
 
 def main(out: Path) -> int:
     library = build(out.resolve(), sanitize=False, extra_flags=COUNTED)
-    rules = ("adam_in_a_loop", "adagrad", "lamb", "novograd")
+    names = ("fused_adam_in_a_loop", "fused_adagrad", "fused_lamb", "fused_novograd")
+    names += ("narrow_moments", "split_masters", "stochastic_rounding", "checked_steps")
     # The first unscales gradients in place, the second steps tensors of many vectors.
     of_each = (
         ("_in_wrappers.py", "grad_scaler_skips_overflows_and_no_other_step"),
         (".py", "each_group_is_clipped_by_the_norm_that_counts"),
     )
-    tests = [*PLAN[:2], *(f"tests/optimizers/test_fused_{name}.py" for name in rules)]
+    tests = [*PLAN[:2], *(f"tests/optimizers/test_{name}.py" for name in names)]
     tests += [f"tests/optimizers/test_fused_rules{where}::test_{name}" for where, name in of_each]
     stepper = dataclasses.replace(NETS["plan, forward"], tests=tests)
     for net in (NETS["wide grid, forward"], stepper):

@@ -16,6 +16,7 @@ from exact_lists import (
     assert_computes_what_the_reference_says,
     count_chunks,
     sample,
+    with_chunks_of,
 )
 from on_cuda_kernels import ORDERS, all_blocks, choose
 from op_cases import (
@@ -59,6 +60,12 @@ def test_every_size_around_a_chunk_is_computed_and_nothing_else(
 ) -> None:
     call = sample(operator, SIZES, dtypes, offsets)
     assert_computes_what_the_reference_says(operator, call)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES["exponents_"], ids=name_of)
+def test_a_chunk_of_the_largest_size_is_counted(dtypes: list[Dtypes]) -> None:
+    call = sample("exponents_", with_chunks_of(CHUNK, [CHUNK]), dtypes, OFFSETS["aligned"])
+    assert_computes_what_the_reference_says("exponents_", call)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
