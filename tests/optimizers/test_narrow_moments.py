@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_adam_cases import NAMES, copies_of, give_grads
+from fused_adam_cases import NAMES, copies_of, give_grads, grad_for
 from rule_cases import SUBJECTS, copy_master, make_params
 from tolerances import assert_near, assert_same_bits
 from torch import Tensor
@@ -80,6 +80,38 @@ def test_a_step_is_that_of_float32_moments_rounded(
             assert {moment.dtype for moment in moments.values()} == {BF16}
             for name, moment in moments.items():
                 assert_same_bits(moment, wide.state[twin][name].to(BF16))
+
+
+@each_optimizer
+def test_gradients_are_unscaled_in_place_beside_them(make: Any, device: torch.device) -> None:
+    params = make_params(device, F32)
+    twins = copies_of(params)
+    scaled, plain = make_narrow(make, params), make_narrow(make, twins)
+    scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+    for step in range(2):
+        give_grads(params, step, factor=4.0)
+        give_grads(twins, step)
+        scaler.scale(torch.ones((), device=device))
+        scaler.step(scaled)
+        scaler.update()
+        plain.step()
+        for param, twin in zip(params, twins, strict=True):
+            assert_same_bits(param.grad, twin.grad)
+            assert_same_bits(param.detach(), twin.detach())
+
+
+@each_optimizer
+def test_float64_gradients_are_stepped_with_in_float64(make: Any, device: torch.device) -> None:
+    params = make_params(device, F32)
+    twins = copies_of(params)
+    narrow, wide = make_narrow(make, params), make(twins)
+    grads = [grad_for(param, 0, index, F64) / 3.0 for index, param in enumerate(params)]
+    narrow.step(grads=grads)
+    wide.step(grads=grads)
+    for param, twin in zip(params, twins, strict=True):
+        assert_same_bits(param.detach(), twin.detach())
+        for name, moment in moments_of(narrow.state[param]).items():
+            assert_same_bits(moment, wide.state[twin][name].to(BF16))
 
 
 def test_float64_parameters_keep_float64_moments(device: torch.device) -> None:
