@@ -163,7 +163,6 @@ WRONG_OPTIONS: dict[str, tuple[str, Any]] = {
     "masters that are a wrong word": ("master_weights", "float16"),
     "moments of float16": ("moment_dtype", F16),
     "params that are a tuple": ("params", ()),
-    "a param that is a number": ("params", [1.0]),
 }
 
 
@@ -184,6 +183,17 @@ def test_a_wrong_option_of_the_last_group_changes_nothing(
         group.clear()
         group.update(before)
     run.train(2)
+
+
+def test_a_parameter_that_is_no_tensor_is_refused() -> None:
+    run = make_run("two groups, mixed")
+    run.train(1)
+    give(run)
+    with Unchanged(run.optimizer):
+        run.optimizer.param_groups[1]["params"].append(1.0)
+        with pytest.raises(TypeError, match="FusedAdam: a parameter is a float; it must be a tens"):
+            run.optimizer.step()
+        run.optimizer.param_groups[1]["params"].pop()
 
 
 def test_a_parameter_that_is_listed_twice_is_stepped_as_by_torch_or_refused() -> None:

@@ -74,6 +74,11 @@ def test_a_step_has_chunks_of_each_size(chunk: int, groups: list[Group]) -> None
     assert_decided_rightly(task, outcome, measured=True)
 
 
+def test_a_copy_in_float64_has_all_numbers_of_a_chunk() -> None:
+    task = sample(with_chunks_of(CHUNK, [CHUNK]), [(F32,), (F32,), (F64,)])
+    assert_steps_exactly(Step(task), task)
+
+
 def test_a_step_of_a_million_parameters_has_three_blocks_for_each_multiprocessor() -> None:
     task = sample([600_000, 400_000], [(F32,), (F16,), (None,)], check=True)
     step = Step(task)
