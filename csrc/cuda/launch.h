@@ -11,6 +11,7 @@
 namespace apex_mp::cuda {
 
 constexpr int kBlockSize = 256;
+constexpr int kWarpSize = 32;
 
 // The largest gridDim.x.
 constexpr int64_t kMaxBlocks = 2147483647;

@@ -7,8 +7,6 @@
 
 namespace apex_mp::cuda {
 
-constexpr int kWarpSize = 32;
-
 struct Sum {
   __device__ double operator()(double one, double other) const { return one + other; }
 };

@@ -2,7 +2,6 @@
 // tensor. Sums of integers do not depend on the order.
 #include "cuda/launch.h"
 #include "cuda/loops.h"
-#include "cuda/reduce.h"
 #include "cuda/table.h"
 #include "math/exponent.h"
 
