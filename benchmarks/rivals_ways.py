@@ -48,6 +48,9 @@ WAYS: dict[str, Way] = {
     "apex_mp, split, bf16 moments, stochastic": Way(
         OURS, "FusedAdamW", {"master_weights": "split", **NARROW}
     ),
+    "apex_mp, split, one-byte moments": Way(
+        OURS, "FusedAdamW", {"master_weights": "split", "moment_dtype": torch.int8}
+    ),
     "torchao AdamW8bit": Way("torchao.optim", "AdamW8bit"),
     "torchao AdamW8bit, stochastic": Way(
         "torchao.optim", "AdamW8bit", {"bf16_stochastic_round": True}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import runpy
@@ -28,7 +29,7 @@ from apex_mp.amp.grad_scaler import GradScaler
 from apex_mp.masters.cast_parameters import cast_parameters
 from apex_mp.optimizers import FusedAdamW
 
-# Elements of which a state is taken as a sample, and for how many an optimizer's step is timed.
+# Elements of a sample of a state, at most, and those for which an optimizer's step is timed.
 _SAMPLE, _TIMED = 2**12, 2**25
 _SPLIT: dict[str, Any] = {"master_weights": True}
 _ROUNDED = {"moment_dtype": torch.bfloat16, "stochastic_rounding": True}
@@ -55,6 +56,7 @@ WAYS = (
     Way("16-bit weights, float32 masters", True, {"master_weights": "float32"}),
     Way("16-bit weights, split masters", True, _SPLIT),
     Way("the same, moments in bfloat16", True, {**_SPLIT, **_ROUNDED}),
+    Way("the same, moments in one byte", True, {**_SPLIT, "moment_dtype": torch.int8}),
     Way("16-bit weights, torch's AdamW: loses small updates", True, None),
 )
 
@@ -174,10 +176,11 @@ def _row(way: Way, build: Callable[[], Any], device: str, dtype: torch.dtype, *,
         known = [*model.parameters(), *model.buffers()]
         backward = None if loss_of is None else _for_backward(model, loss_of, autocast, known)
     params = [param for param in model.parameters() if param.requires_grad]
-    states = {each: _state_of(way, each, device) for each in {param.dtype for param in params}}
-    masters, moments = (
-        round(sum(states[param.dtype][kind] * param.numel() for param in params)) for kind in (0, 1)
-    )
+    sample = functools.cache(functools.partial(_state_of, way, device=device))
+    states = [
+        (param.numel(), sample(param.dtype, min(param.numel() or 1, _SAMPLE))) for param in params
+    ]
+    masters, moments = (round(sum(size * of[kind] for size, of in states)) for kind in (0, 1))
     peak = None
     if run and loss_of is not None:
         milliseconds, peak = _of_whole_steps(way, model, loss_of, autocast, device)
@@ -231,9 +234,9 @@ def _for_backward(
     return sum(storages.values())
 
 
-def _state_of(way: Way, dtype: torch.dtype, device: str) -> tuple[float, float]:
+def _state_of(way: Way, dtype: torch.dtype, size: int, device: str) -> tuple[float, float]:
     """Return the bytes of masters and of moments for each element, by a step of a sample."""
-    param = nn.Parameter(torch.ones(_SAMPLE, dtype=dtype, device=device))
+    param = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
     param.grad = torch.zeros_like(param)
     optimizer = way.optimizer([param])
     optimizer.step()
@@ -241,8 +244,8 @@ def _state_of(way: Way, dtype: torch.dtype, device: str) -> tuple[float, float]:
     store = getattr(optimizer, "_own_masters", None)
     masters = [] if store is None else [*store.kept.values()]
     known = {each.data_ptr() for each in masters}
-    moments = [each for each in state if each.numel() > 1 and each.data_ptr() not in known]
-    held = [sum(each.nbytes for each in some) / _SAMPLE for some in (masters, moments)]
+    moments = [each for each in state if each.dim() and each.data_ptr() not in known]
+    held = [sum(each.nbytes for each in some) / size for some in (masters, moments)]
     return held[0], held[1]
 
 
