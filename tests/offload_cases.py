@@ -194,7 +194,7 @@ def offload_everywhere() -> None:
     """
     transfers._cuda, transfers._KIND = LateGpu(), "cpu"
     transfers.pinned = lambda size: torch.zeros(size, dtype=torch.uint8)
-    host_steps.BUCKET_ELEMENTS, host_steps.SMALL = 5_000, 300
+    host_steps.BUCKET_ELEMENTS, host_steps.SMALL = 5_024, 300
     _offload._warn_of_one_thread = lambda optimizer: None  # Tests have one.
     init = FusedOptimizer.__init__
 

@@ -33,7 +33,7 @@ Moves: TypeAlias = list[tuple[Tensor, Tensor]]
 
 # Elements of a bucket, and how many buckets are under way: one that comes, one that is stepped, one
 # that goes.
-BUCKET_ELEMENTS = 1 << 22
+BUCKET_ELEMENTS = 1 << 22  # A multiple of BLOCK, so that pieces begin at one.
 SLOTS = 3
 # With so many threads a bucket takes as long with more elements.
 _MANY_THREADS, _MORE = 8, 4

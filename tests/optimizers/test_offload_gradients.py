@@ -32,7 +32,7 @@ F16, F32 = torch.float16, torch.float32
 @pytest.fixture(autouse=True)
 def gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> LateGpu | None:
     """The stand-in; small buckets and pieces, so that there are several."""
-    monkeypatch.setattr(host_steps, "BUCKET_ELEMENTS", 500)
+    monkeypatch.setattr(host_steps, "BUCKET_ELEMENTS", 512)
     monkeypatch.setattr(host_grads, "_PIECE", 300)
     monkeypatch.setattr(host_steps, "SMALL", 100)
     return stand_in(monkeypatch) if device.type == "cpu" else None

@@ -33,7 +33,7 @@ from apex_mp.optimizers import FusedAdam
 @pytest.fixture(autouse=True)
 def gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> LateGpu | None:
     """The stand-in; small buckets, so that there are several and large parameters are cut."""
-    monkeypatch.setattr(host_steps, "BUCKET_ELEMENTS", 5_000)
+    monkeypatch.setattr(host_steps, "BUCKET_ELEMENTS", 5_024)
     return stand_in(monkeypatch) if device.type == "cpu" else None
 
 
