@@ -196,7 +196,8 @@ class Iteration(dict[str, Any]):
 
     def end(self, scale: Tensor, *, is_in_graph: bool) -> None:
         """End the iteration: `update` was called."""
-        stage, new = self.stage, self.after(Event.UPDATE)
+        new = self.after(Event.UPDATE)
+        stage = self.stage  # After an edit, if one has shown.
         if new in _OF_BEFORE:
             params = self._params()
             is_in_graph = is_in_graph or readback.is_capturing()
