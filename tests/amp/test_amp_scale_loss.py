@@ -251,19 +251,6 @@ def test_the_loss_is_scaled_in_its_own_range(dtype: torch.dtype, handle: Any) ->
         assert scaled_loss.dtype is (F64 if dtype is F64 else F32)
 
 
-def test_blocks_of_one_optimizer_do_not_nest(handle: Any, device: torch.device) -> None:
-    weight = param([1.0], device)
-    optimizer = sgd([weight])
-    with (
-        pytest.raises(RuntimeError, match="inside a scale_loss block of the same optimizer"),
-        handle.scale_loss(pull((weight, 2.0)), optimizer),
-        handle.scale_loss(pull((weight, 2.0)), optimizer),
-    ):
-        pass
-    backward(handle, pull((weight, 2.0)), optimizer)  # Nothing is left open.
-    assert_grads(grads(weight), 2.0)
-
-
 def test_a_sum_that_overflows_float16_skips_the_step(handle: Any, device: torch.device) -> None:
     handle._default_scaler._loss_scale = 1.0
     weight = param([1.0], device, F16)

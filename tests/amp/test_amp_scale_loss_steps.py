@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fp16_cases import F16, INF, assert_grads, pull
-from scale_loss_cases import SCALE, PlainSgd, backward, grads, param, sgd
+from scale_loss_cases import SCALE, PlainSgd, backward, param, sgd
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -140,47 +140,18 @@ def delayed(scaler: Any, loss: Tensor, optimizer: Any, **delay: bool) -> None:
         scaled_loss.backward()
 
 
-@pytest.mark.parametrize("make", [sgd, FusedAdam, torch.optim.SparseAdam])
-def test_gradients_left_scaled_add_up_even_if_the_scale_changes(
-    make: Any, handle: Any, device: torch.device
+def test_sparse_gradients_left_scaled_add_up_even_if_the_scale_changes(
+    handle: Any, device: torch.device
 ) -> None:
     scaler = handle._default_scaler
-    layer = nn.Embedding(2, 1, sparse=make is torch.optim.SparseAdam, device=device)
-    rows = torch.tensor([0, 1, 1], device=device)
-    optimizer = make(layer.parameters())
-    delayed(scaler, layer(rows).sum(), optimizer)  # Unscaled gradients are there already.
-    for count, scale in ((1, 8.0), (2, 2.0), (3, 1024.0)):
-        scaler._loss_scale = scale
-        delayed(scaler, layer(rows).sum(), optimizer, delay_unscale=True)
-        scaled = layer.weight.grad.to_dense().flatten().tolist()
-        assert scaled == [scale * (count + 1), scale * 2 * (count + 1)]
-    scaler._loss_scale = 4.0
-    delayed(scaler, layer(rows).sum(), optimizer)
-    assert layer.weight.grad.to_dense().flatten().tolist() == [5.0, 10.0]
-    optimizer.step()
-
-
-def test_a_step_with_gradients_left_scaled_is_refused(handle: Any, device: torch.device) -> None:
-    weight = param([1.0], device)
-    optimizer = sgd([weight])
-    scaler = handle._default_scaler
-    delayed(scaler, pull((weight, 1.0)), optimizer, delay_unscale=True)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"still scaled by 65536\.0"):
-            optimizer.step()
-    assert weight.tolist() == [1.0]
-    delayed(scaler, pull((weight, 1.0)), optimizer)
-    optimizer.step()
-    assert weight.tolist() == [0.0]
-    delayed(scaler, pull((weight, 1.0)), optimizer, delay_unscale=True)
-    optimizer.zero_grad()
-    optimizer.step()  # There is nothing to step with any more.
-    pull((weight, 1.0)).backward()
-    optimizer.step()
-    assert weight.tolist() == [-0.5]
-    optimizer.zero_grad()
-    backward(handle, pull((weight, 1.0)), optimizer)
-    assert_grads(grads(weight), 1.0)
+    layer = nn.Embedding(2, 1, sparse=True, device=device)
+    optimizer = torch.optim.SparseAdam(layer.parameters())
+    for count, scale in enumerate((8.0, 2.0, 1024.0, 4.0), 1):
+        scaler._loss_scale, is_last = scale, scale == 4.0
+        loss = layer(torch.tensor([0, 1, 1], device=device)).sum()
+        delayed(scaler, loss, optimizer, delay_unscale=not is_last)
+        factor = count if is_last else scale * count
+        assert layer.weight.grad.to_dense().flatten().tolist() == [factor, 2 * factor]
 
 
 @pytest.mark.parametrize("step_between", [False, True])
@@ -231,27 +202,18 @@ def test_gradients_of_a_model_with_masters_may_be_left_scaled(
     assert_grads([master], 1.0 - 2.0)
 
 
-def test_an_overflow_lowers_the_scale_of_each_loss_that_was_left_scaled(
-    handle: Any, device: torch.device
-) -> None:
-    weight = param([1.0], device)
-    optimizer = sgd([weight])
-    first, second = LossScaler(), LossScaler()
-    delayed(first, pull((weight, INF)), optimizer, delay_unscale=True)
-    delayed(second, pull((weight, 1.0)), optimizer)
-    assert first.loss_scale() == second.loss_scale() == SCALE / 2
-
-
-def test_an_overflow_left_scaled_is_found_by_the_last_block(
-    handle: Any, device: torch.device
+@pytest.mark.parametrize("same", [True, False])
+def test_an_overflow_left_scaled_is_found_by_the_last_block_and_lowers_the_scale_of_each_loss(
+    same: bool, handle: Any, device: torch.device
 ) -> None:
     weight, other = param([1.0], device), param([1.0], device)
     optimizer = sgd([weight, other])
-    scaler = handle._default_scaler
-    delayed(scaler, pull((weight, INF)), optimizer, delay_unscale=True)
-    assert scaler.loss_scale() == SCALE
-    delayed(scaler, pull((other, 1.0)), optimizer)
-    assert scaler.loss_scale() == SCALE / 2
+    first = handle._default_scaler
+    second = first if same else LossScaler()
+    delayed(first, pull((weight, INF)), optimizer, delay_unscale=True)
+    assert first.loss_scale() == SCALE
+    delayed(second, pull((other, 1.0)), optimizer)
+    assert first.loss_scale() == second.loss_scale() == SCALE / 2
     optimizer.step()
     assert_grads([weight, other], 1.0, 1.0)
 

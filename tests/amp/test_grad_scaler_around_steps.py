@@ -16,37 +16,32 @@ from torch.nn import Parameter
 from apex_mp.amp import GradScaler
 from apex_mp.optimizers import FusedSGD
 
-SCALE = 8.0
+SCALE, INF = 8.0, math.inf
+TORCH_FUSED = functools.partial(torch.optim.SGD, fused=True)
 
 
 def run(
-    ours: bool, device: torch.device, between: Callable[[Any, Any], None], **options: Any
-) -> Any:
-    """Step with gradients of 3 and 4, clipped to 1; return weights and the next scale.
-
-    With torch's scaler and its fused optimizer, or with ours.
-    """
+    make: Any, of_torch: bool, device: torch.device, between: Callable[[Any, Any], Any], **how: Any
+) -> tuple[list[float], float]:
+    """Step with gradients of 3 and 4, clipped to 1; return weights and the next scale."""
     params = [Parameter(torch.zeros(1, device=device)) for _ in range(2)]
-    if ours:
-        optimizer: Any = FusedSGD(params, lr=1.0)
-        scaler: Any = GradScaler(device.type, init_scale=SCALE)
-    else:
-        optimizer = torch.optim.SGD(params, lr=1.0, fused=True)
-        scaler = torch.amp.GradScaler(device.type, init_scale=SCALE)
+    optimizer = make(params, lr=1.0)
+    cls: Any = torch.amp.GradScaler if of_torch else GradScaler
+    scaler = cls(device.type, init_scale=SCALE)
     scaler.scale(torch.zeros((), device=device))
-    for param, grad in zip(params, options.get("grads", (3.0, 4.0)), strict=True):
+    for param, grad in zip(params, how.get("grads", (3.0, 4.0)), strict=True):
         param.grad = torch.full_like(param, grad * SCALE)
-    if options.get("clip", True):
-        if ours:
-            scaler.clip_grad_norm_(optimizer, 1.0)
-        else:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(params, 1.0)
+    if how.get("clip", True) and of_torch:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+    elif how.get("clip", True):
+        scaler.clip_grad_norm_(optimizer, 1.0)
     between(optimizer, params)
     with contextlib.suppress(ZeroDivisionError):
         scaler.step(optimizer)
     scaler.update()
-    assert not ours or not {"scaled_step", "grad_scale", "found_inf"} & vars(optimizer).keys()
+    left = {"scaled_step", "grad_scale", "found_inf"} & vars(optimizer).keys()
+    assert of_torch or not left
     return [param.item() for param in params], scaler.get_scale()
 
 
@@ -83,11 +78,9 @@ def nothing(optimizer: Any, params: Any) -> None:
     pass
 
 
-INF = math.inf
-
-
+@pytest.mark.parametrize("make", [FusedSGD, TORCH_FUSED], ids=["FusedSGD", "SGD fused"])
 @pytest.mark.parametrize(
-    ("between", "options"),
+    ("between", "how"),
     [
         (nothing, {}),
         (nothing, {"grads": (3.0, INF)}),
@@ -104,9 +97,10 @@ INF = math.inf
     ],
 )
 def test_it_does_what_torch_does(
-    between: Any, options: dict[str, Any], device: torch.device
+    between: Any, how: dict[str, Any], make: Any, device: torch.device
 ) -> None:
-    ours, theirs = (run(each, device, between, **options) for each in (True, False))
+    ours = run(make, False, device, between, **how)
+    theirs = run(TORCH_FUSED, True, device, between, **how)
     torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(theirs[0]))
     assert ours[1] == theirs[1]
 

@@ -1,22 +1,26 @@
-"""What GradScaler refuses, and the bounds of its scale."""
+"""What GradScaler refuses or warns of beside the order of calls, and the bounds of its scale."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 import random
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from fused_adam_cases import F16, Unchanged, give_grads, make_params
 from grad_scaler_cases import OF_TORCH, OURS, give_scaled, new_scaler
+from torch import nn
 from torch.nn import Parameter
 
 from apex_mp import fp16_utils, optimizers
 from apex_mp.amp import GradScaler
 from apex_mp.loss_scale import DynamicLossScale
 from apex_mp.optimizers import FusedAdam
+from apex_mp.scale import device_scale
 
 MAKES = {"FusedAdam": OURS["FusedAdam"], **{n: OF_TORCH[n] for n in ("SGD", "AdamW fused")}}
 
@@ -53,40 +57,6 @@ def test_clipping_parameters_instead_of_their_optimizer_is_refused(enabled: bool
     wish = r"optimizer is a list; .*clip_grad_norm_\(optimizer, max_norm\)"
     with pytest.raises(TypeError, match=wish):
         scaler.clip_grad_norm_([Parameter(torch.ones(2))], 1.0)  # type: ignore[arg-type]
-
-
-@each_optimizer
-def test_unscaling_and_stepping_twice_are_refused_as_in_torch(
-    make: Any, device: torch.device
-) -> None:
-    messages: list[list[str]] = []
-    for cls in (GradScaler, torch.amp.GradScaler):
-        params = make_params(device)
-        optimizer = make(params)
-        scaler = new_scaler(device, cls)
-        give_scaled(scaler, params, 0)
-        scaler.unscale_(optimizer)
-        messages.append([])
-        for call in (scaler.unscale_, None, scaler.step, scaler.unscale_):
-            if call is None:
-                scaler.step(optimizer)
-                continue
-            with pytest.raises(RuntimeError) as caught:
-                call(optimizer)
-            messages[-1].append(str(caught.value))
-    assert messages[0] == messages[1]
-    assert len(messages[0]) == 3
-
-
-def test_an_error_in_torchs_fused_step_leaves_no_scale(device: torch.device) -> None:
-    params = make_params(device)
-    optimizer = OF_TORCH["AdamW fused"](params)
-    scaler = new_scaler(device)
-    give_scaled(scaler, params, 0)
-    optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        scaler.step(optimizer)
-    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
 
 
 @pytest.mark.parametrize("clipped", [False, True])
@@ -128,19 +98,187 @@ def test_an_fp16_optimizer_around_a_loop_that_a_scaler_scales_is_a_sentence(
         scaler.update()
 
 
+# --- A loss that was not scaled.
+
+
 @pytest.mark.every_case
 @each_call
 @each_optimizer
-def test_calls_before_the_first_loss_leave_nothing(
+def test_the_first_loss_that_was_not_scaled_is_refused_and_leaves_nothing(
     make: Any, call: Any, device: torch.device
 ) -> None:
     params = make_params(device)
-    optimizer = make(params)
+    optimizer, scaler = make(params), GradScaler(device.type)
     give_grads(params, 0)
-    scaler = GradScaler(device.type)
-    with pytest.raises(AssertionError, match="but _scale is None"):
+    with pytest.raises(AssertionError) as caught:
         call(scaler, optimizer)
+    (name,) = [each for each in CALLS if CALLS[each] is call]
+    assert f"Attempted {name} but _scale is None" in str(caught.value)
+    assert str(caught.value).endswith(
+        f"GradScaler.{name}: scaler.scale(loss) was not called before, but the gradients of "
+        f"{type(optimizer).__name__} are divided by the scale, 65536. Call "
+        "scaler.scale(loss).backward() in each iteration, and scaler.update() once at its end"
+    )
     pickle.dumps(scaler)  # As with torch's, which refuses it while there is a step under way.
+
+
+def warned(call: Any) -> list[str]:
+    """Return what a call warns of, all of it at a line of this file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    assert {each.filename for each in caught} <= {__file__}
+    return [str(each.message) for each in caught]
+
+
+@each_optimizer
+def test_later_ones_are_warned_of_once(make: Any, device: torch.device) -> None:
+    params = make_params(device)
+    optimizer, scaler = make(params), new_scaler(device, init_scale=2.0**9)
+
+    def steps(scaled: bool) -> None:
+        for _ in range(3):
+            (give_scaled if scaled else lambda _, *args: give_grads(*args))(scaler, params, 1)
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert warned(lambda: steps(True)) == []
+    (message,) = warned(lambda: steps(False))
+    assert message.startswith(
+        "GradScaler.step: scaler.scale(loss) was not called since the last scaler.update(), but "
+        f"the gradients of {type(optimizer).__name__} are divided by the scale, 512. "
+    )
+    assert "scaler.scale(loss).backward() in each iteration" in message
+
+
+@pytest.mark.parametrize("call", [CALLS["clip_grad_norm_"], CALLS["unscale_"]])
+def test_gradients_that_are_unscaled_before_update_and_after_it_are_warned_of(
+    call: Any, device: torch.device
+) -> None:
+    params = make_params(device)
+    optimizer, scaler = MAKES["SGD"](params), new_scaler(device)
+    give_scaled(scaler, params, 0)
+    call(scaler, optimizer)
+    scaler.update()
+    (message,) = warned(lambda: scaler.step(optimizer))
+    assert "scaler.scale(loss) was not called since the last scaler.update()" in message
+
+
+# --- A float16 loss, and float16 gradients that are scaled.
+
+
+def half_loss(device: torch.device) -> tuple[torch.Tensor, Any]:
+    model = nn.Linear(4, 3, device=device).half()
+    logits = model(torch.ones(8, 4, dtype=F16, device=device))
+    loss = nn.functional.cross_entropy(logits, torch.zeros(8, dtype=torch.long, device=device))
+    return loss, FusedAdam(model.parameters(), master_weights=True)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_float16_loss_whose_gradient_is_inf_is_warned_of_once(
+    several: bool, device: torch.device
+) -> None:
+    scaler = GradScaler(device.type)
+    loss, _ = half_loss(device)
+    outputs: Any = [torch.ones((), device=device), loss] if several else loss
+    (message,) = warned(lambda: (scaler.scale(outputs), scaler.scale(outputs)))
+    assert "the loss is float16 and the scale is 65536, which is inf in float16" in message
+    assert "Compute the loss in float32, of outputs.float()" in message
+
+
+def test_the_bounds_that_the_warning_names_help(device: torch.device) -> None:
+    loss, optimizer = half_loss(device)
+    scaler = GradScaler(device.type, init_scale=2.0**15, max_scale=2.0**15, growth_interval=1)
+    assert warned(lambda: scaler.scale(loss).backward()) == []
+    scaler.step(optimizer)
+    assert not scaler.step_was_skipped(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("zeros", ["all", "some"])
+@each_optimizer
+def test_scaled_float16_gradients_that_torch_clips_to_0_are_warned_of_once(
+    make: Any, zeros: str, where: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "device":
+        monkeypatch.setattr(device_scale, "DEVICE_TYPES", {device.type})
+    weight, other = Parameter(torch.ones(1000, dtype=F16, device=device)), make_params(device)[0]
+    optimizer, scaler = make([weight, other]), new_scaler(device)
+
+    def steps() -> None:
+        for _ in range(2):
+            scaler.scale(torch.zeros((), device=device))
+            weight.grad = torch.full_like(weight, 4096.0)  # the norm is 129527
+            assert nn.utils.clip_grad_norm_([weight], 1.0).isinf()
+            other.grad = None if zeros == "all" else torch.ones_like(other)
+            scaler.step(optimizer)
+            assert not scaler.step_was_skipped(optimizer)
+            scaler.update()
+
+    messages = [each for each in warned(steps) if "no float32 masters" not in each]
+    # Of an optimizer that is not fused the norm is not known.
+    assert len(messages) == (zeros == "all" and make is not MAKES["SGD"])
+    for message in messages:
+        assert f"all gradients of {type(optimizer).__name__} are 0 in this step" in message
+        assert "call scaler.clip_grad_norm_(optimizer, max_norm) instead" in message
+        assert "at the scale 1024" in message
+
+
+# --- What the constructor, `step` and `load_state_dict` are given.
+
+
+@pytest.mark.parametrize("device", ["gpu", "CPU", "mps", "xpu", None, 3])
+def test_another_device_is_refused(device: Any) -> None:
+    wish = r'GradScaler: device is .*; it must be "cuda" or "cpu"'
+    with pytest.raises(ValueError, match=wish):
+        GradScaler(device)
+    assert not GradScaler(device, enabled=False).is_enabled()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_a_device_may_be_an_object_and_have_an_index(device: Any) -> None:
+    assert repr(GradScaler(device)).startswith("GradScaler('cpu', scale=65536.0")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_fsdp1_has_divided_is_refused_by_name(
+    processes: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
+    weight = Parameter(torch.ones(2, device=device))
+    weight._fsdp_flattened = True  # type: ignore[attr-defined]
+    optimizer, scaler = MAKES["SGD"]([weight]), new_scaler(device)
+    weight.grad = torch.ones_like(weight)
+    wish = "SGD steps parameters of a FullyShardedDataParallel"
+    with pytest.raises(RuntimeError, match=wish) if processes > 1 else contextlib.nullcontext():
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        (
+            {"loss_scale": 8.0, "unskipped": 3},
+            ValueError,
+            r"keys \['scale', 'growth_factor', 'backoff_factor', 'growth_interval', "
+            r"'_growth_tracker'\] are missing; the dict has \['loss_scale', 'unskipped'\]",
+        ),
+        ({"scale": 8.0}, ValueError, r"keys \['growth_factor', .*'_growth_tracker'\] are missing"),
+        ([1], TypeError, r"GradScaler\.load_state_dict: .* is a list"),
+    ],
+)
+def test_the_state_of_something_else_is_named(
+    state: Any, error: type[Exception], message: str, device: torch.device
+) -> None:
+    scaler = new_scaler(device, min_scale=2.0)
+    before = scaler.state_dict()
+    with pytest.raises(error, match=message):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before
 
 
 @each_optimizer

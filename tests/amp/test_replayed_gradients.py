@@ -28,53 +28,6 @@ def replay(param: Tensor, value: float) -> None:
     ctypes.memmove(param.grad.data_ptr(), new.data_ptr(), new.nbytes)
 
 
-@pytest.mark.parametrize("leaves_out", [False, True])
-def test_grad_scaler_clips_and_steps_as_without_a_graph(
-    leaves_out: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = []
-    for is_replayed in (False, True):
-        weight = Parameter(torch.ones(4, dtype=F16))
-        optimizer = FusedSGD([weight], lr=0.1, master_weights=True)
-        scaler = amp.GradScaler("cpu", init_scale=SCALE)
-        for number, factor in enumerate((1.0, float("inf"), 1.0, 0.25)):
-            if number == 0 or not is_replayed:
-                optimizer.zero_grad()
-                with monkeypatch.context() as patch:
-                    patch.setattr(readback, "is_capturing", [bool, lambda: True][is_replayed])
-                    scaler.scale((weight.float() * factor).sum()).backward()
-            else:
-                replay(weight, factor * scaler.get_scale())
-            norm = scaler.clip_grad_norm_(optimizer, 1.0)
-            if leaves_out and not norm.isfinite():
-                scaler.update(scaler.get_scale())
-                continue
-            scaler.step(optimizer)
-            scaler.update()
-        weights.append(weight.tolist())
-    assert weights[0] == weights[1]
-    assert weights[0][0] < 0.93
-
-
-def test_a_replay_writes_gradients_of_the_present_scale_over_those_that_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    params = [Parameter(torch.ones(4)) for _ in range(2)]
-    optimizers = [FusedSGD([param], lr=0.1) for param in params]
-    scaler = amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(readback, "is_capturing", lambda: True)
-        scaler.scale(loss_of(params)).backward()
-    for steps_both in (True, False, True):
-        for param in params:
-            replay(param, scaler.get_scale())
-        for optimizer in optimizers if steps_both else optimizers[:1]:
-            scaler.step(optimizer)
-        scaler.update()
-    torch.testing.assert_close(params[0].detach(), torch.full((4,), 0.7))
-    torch.testing.assert_close(params[1].detach(), torch.full((4,), 0.8))
-
-
 def mixed_model() -> tuple[list[Parameter], Any]:
     params = [Parameter(torch.ones(4, dtype=dtype)) for dtype in (F16, torch.float32)]
     inner = FusedSGD(params, lr=0.1)

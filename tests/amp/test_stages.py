@@ -472,13 +472,19 @@ def test_any_calls_that_the_table_allows_train_as_without_a_scale(
         assert torch.equal(param, wanted)
 
 
-def test_zeros_of_which_the_host_does_not_know_wait(device: torch.device) -> None:
-    """As on a GPU: there `update` does not wait to learn that gradients are 0."""
-    for calls in ("backward update step", "backward update backward step"):
-        plain = calls.replace("update", "half")
-        row = Row(f"backward zeros update {calls}", f"backward zeros {plain}", "two scales", "")
-        with mock.patch.object(Iteration, "_are_zero", return_value=False):
-            carry_out(row, WithScaler(MAKES["SGD"], device), Loop(MAKES["SGD"], device))
+@pytest.mark.parametrize("knows", [pytest.param(True, marks=pytest.mark.cpu_only), False])
+@pytest.mark.parametrize("calls", ["backward update step", "backward update backward step"])
+def test_zeros_wait_only_if_the_host_does_not_know_of_them(
+    calls: str, knows: bool, device: torch.device
+) -> None:
+    """On a GPU `update` does not wait to learn that gradients are 0."""
+    is_sum = not knows or calls.count("backward") == 2
+    plain = f"backward zeros {calls.replace('update', 'half') if is_sum else calls}"
+    row = Row(f"backward zeros update {calls}", plain, "of two scales" * is_sum, "")
+    ours, theirs = WithScaler(MAKES["SGD"], device), Loop(MAKES["SGD"], device)
+    hidden = mock.patch.object(Iteration, "_are_zero", return_value=False)
+    with contextlib.nullcontext() if knows else hidden:
+        carry_out(row, ours, theirs)
 
 
 def test_sums_of_two_equal_scales_are_no_reason_to_warn(device: torch.device) -> None:

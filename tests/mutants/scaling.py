@@ -18,13 +18,13 @@ AMP = {
         "scaled_backward",
         "guard.scaled_by = None",
         "guard.scaled_by = guard.scaled_by",
-        "amp_scale_loss_steps",
+        "stages",
     ),
     "a float16 loss is scaled in float16": Mutant(
         "_wide", "loss if loss.dtype is torch.float64 else loss.float()", "loss", "amp_scale_loss"
     ),
     "two blocks of one optimizer may be open": Mutant(
-        "_open_blocks", "guard.block = weakref.ref(block)", "", "amp_scale_loss"
+        "_open_blocks", "guard.block = weakref.ref(block)", "", "stages"
     ),
     "gradients of masters that zero_grad set to zero are dropped": Mutant(
         "OptimizerMasters.cleared", "self._grads = _Grads.CLEARED", "", "amp_masters"
@@ -36,7 +36,7 @@ AMP = {
         "StepGuard._take_step",
         "self.check(Event.PLAIN_STEP)",
         "",
-        "amp_scale_loss_steps",
+        "stages",
     ),
     "an abandoned line search is kept": Mutant(
         "StepGuard._step_with_closure", "before.restore(state)", "", "amp_scale_loss_steps"
@@ -159,7 +159,7 @@ AMP = {
         "amp_scale_loss_steps",
     ),
     "gradients left scaled are scaled once more": Mutant(
-        "LossGrads.scale_by", "scale / (scaled_by or 1.0)", "scale", "amp_scale_loss_steps"
+        "LossGrads.scale_by", "scale / (scaled_by or 1.0)", "scale", "stages"
     ),
     "an optimizer skips for what another one's gradients hold": Mutant(
         "_OverflowDecision.apply", "overflowed or found_in_sum", "True", "amp_scale_loss"
@@ -213,31 +213,31 @@ SCALER = {
         "Iteration.after",
         "event in _SHOWING_EDITS and stage in _EDITABLE and self._are_changed()",
         "False",
-        "grad_scaler_clip",
+        "stages",
     ),
     "a plain step takes gradients that clipping left scaled": Mutant(
         "Iteration.clip_in_step",
         "self._refuse_plain_step",
         "lambda *_: None",
-        "grad_scaler_order",
+        "stages",
     ),
     "a clip is lost by an update before the step": Mutant(
-        "Iteration.end", "self.enter(new)", "self.enter(Stage.READY)", "grad_scaler_order"
+        "Iteration.end", "self.enter(new)", "self.enter(Stage.READY)", "stages"
     ),
     "an iteration that was given up is remembered": Mutant(
-        "Iteration.after", "stage in _EDITABLE", "stage is Stage.CLIPPED", "grad_scaler_order"
+        "Iteration.after", "stage in _EDITABLE", "stage is Stage.CLIPPED", "stages"
     ),
     "a loss that was not scaled is no mistake after the first": Mutant(
-        "GradScaler.update", "self._is_loss_scaled = False", "", "grad_scaler_order"
+        "GradScaler.update", "self._is_loss_scaled = False", "", "grad_scaler_misuse"
     ),
     "a float16 loss is warned of at any scale": Mutant(
         "GradScaler._warn_of_float16",
         "scale > torch.finfo(torch.float16).max",
         "True",
-        "grad_scaler_order",
+        "grad_scaler_misuse",
     ),
     "gradients of any norm are taken for 0": Mutant(
-        "ScaledSteps._finish", "norm == 0.0", "norm is not None", "grad_scaler_order"
+        "ScaledSteps._finish", "norm == 0.0", "norm is not None", "grad_scaler_misuse"
     ),
     "a step before the first loss is taken note of": Mutant(
         "GradScaler._begin",
@@ -246,40 +246,40 @@ SCALER = {
         "grad_scaler_misuse",
     ),
     "gradients that wait have the present scale": Mutant(
-        "Iteration.scale", "stage is Stage.WAITING", "False", "grad_scaler_iteration"
+        "Iteration.scale", "stage is Stage.WAITING", "False", "stages"
     ),
     "a clip forgets the scale of gradients that wait": Mutant(
-        "Iteration.scale", "self._clip is not None", "False", "grad_scaler_iteration"
+        "Iteration.scale", "self._clip is not None", "False", "stages"
     ),
     "torch's fused optimizers divide by the present scale": Mutant(
-        "_step_fused", "scale is not scaler._scale", "False", "grad_scaler_iteration"
+        "_step_fused", "scale is not scaler._scale", "False", "stages"
     ),
     "gradients of 0 wait": Mutant(
-        "Iteration._are_zero", "before[1].item() == 0.0", "False", "grad_scaler_iteration"
+        "Iteration._are_zero", "before[1].item() == 0.0", "False", "stages"
     ),
     "zeros make a sum of two scales": Mutant(
-        "Iteration._note_before", "self._before[1] == 0.0", "False", "grad_scaler_iteration"
+        "Iteration._note_before", "self._before[1] == 0.0", "False", "stages"
     ),
     "gradients that a graph may write wait": Mutant(
-        "Iteration.end", "is_in_graph or readback.is_capturing()", "False", "replayed_gradients"
+        "Iteration.end", "is_in_graph or readback.is_capturing()", "False", "stages"
     ),
     "a stage that a subclass writes is ignored": Mutant(
-        "GradScaler._iteration", "iteration.follow_torch()", "", "grad_scaler_iteration"
+        "GradScaler._iteration", "iteration.follow_torch()", "", "stages"
     ),
     "FSDP1 is taken": Mutant(
-        "refuse_fsdp1", "getattr(param, '_fsdp_flattened', False)", "False", "grad_scaler_iteration"
+        "refuse_fsdp1", "getattr(param, '_fsdp_flattened', False)", "False", "grad_scaler_misuse"
     ),
     "any device is taken": Mutant(
-        "_checked_device", "kind in ('cuda', 'cpu')", "True", "grad_scaler_iteration"
+        "_checked_device", "kind in ('cuda', 'cpu')", "True", "grad_scaler_misuse"
     ),
     "a state of another scaler is half loaded": Mutant(
         "GradScaler.load_state_dict",
         "state and missing",
         "False",
-        "grad_scaler_iteration",
+        "grad_scaler_misuse",
     ),
     "a refused step leaves its scale with the optimizer": Mutant(
-        "_step_fused", "delattr(optimizer, name)", "", "grad_scaler_misuse"
+        "_step_fused", "delattr(optimizer, name)", "", "grad_scaler_around_steps"
     ),
     "a closure by place is called": Mutant(
         "GradScaler.step", "args and callable(args[0])", "False", "grad_scaler_misuse"
