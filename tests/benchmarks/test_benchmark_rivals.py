@@ -32,16 +32,6 @@ def test_a_run_lists_a_library_that_is_missing_and_writes_the_rest(
     assert "Left out: other" in rivals.page(results)
 
 
-@pytest.mark.filterwarnings("ignore:GradScaler. AdamW steps:RuntimeWarning")
-def test_bytes_and_abilities_of_what_is_known() -> None:
-    split = rivals_ways.facts(rivals_ways.WAYS["apex_mp, split masters"], 32)
-    assert round(rivals.total(split), 1) == 14.0
-    assert split["apex_mp_GradScaler"] == split["from_torch"] == split["into_torch"] == "yes"
-    assert split["torch_GradScaler"] == "ValueError: Attempting to unscale FP16 gradients."
-    plain = rivals_ways.facts(rivals_ways.WAYS["torch AdamW"], 32)
-    assert plain["apex_mp_GradScaler"] == "weights become inf or NaN"
-
-
 @pytest.mark.parametrize("name", FOUND["rows"])
 def test_the_page_of_memory_quotes_each_way(name: str) -> None:
     row, base = FOUND["rows"][name], FOUND["rows"][rivals.BASE]
