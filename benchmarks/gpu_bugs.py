@@ -53,8 +53,7 @@ BUGS = {
         "csrc/cuda/step/update.cu",
         "  __syncthreads();\n  PartOf<Rule> part = part_of<Rule>(row,",
         "  PartOf<Rule> part = part_of<Rule>(row,",
-        "tests/optimizers/test_fused_adam_equivalence.py"
-        " -k 300_steps_equal_those_of_torch_in_float64",
+        "tests/optimizers/test_fused_rules.py -k 300_steps_equal_those_of_torch_in_float64",
         r"Tensor-likes are not close",
     ),
     "the-count-of-blocks-is-not-reset": Bug(

@@ -20,12 +20,20 @@ COUNTED = ["--coverage", "-O0", "-fno-elide-constructors"]
 
 def main(out: Path) -> int:
     library = build(out.resolve(), sanitize=False, extra_flags=COUNTED)
-    names = ("fused_adam_in_a_loop", "fused_adagrad", "fused_lamb", "fused_novograd")
-    names += ("narrow_moments", "split_masters", "stochastic_rounding", "checked_steps")
-    # The first unscales gradients in place, the second steps tensors of many vectors.
+    names = ("fused_rules_in_a_loop", "moments_in_a_byte", "narrow_moments", "split_masters")
+    names += ("stochastic_rounding", "checked_steps")
+    # The first unscales gradients in place, the others step tensors of many vectors.
     of_each = (
         ("_in_wrappers.py", "grad_scaler_skips_overflows_and_no_other_step"),
-        (".py", "each_group_is_clipped_by_the_norm_that_counts"),
+        *(
+            (".py", name)
+            for name in (
+                "each_group_is_clipped_by_the_norm_that_counts",
+                "each_tensor_has_its_own_ratio",
+                "parameters_whose_squares_are_beyond_float32_have_a_norm",
+                "norms_are_averaged_from_the_first_gradient_or_from_zero",
+            )
+        ),
     )
     tests = [*PLAN[:2], *(f"tests/optimizers/test_{name}.py" for name in names)]
     tests += [f"tests/optimizers/test_fused_rules{where}::test_{name}" for where, name in of_each]

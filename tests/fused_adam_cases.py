@@ -1,4 +1,4 @@
-"""Parameters, gradients and references that the tests of FusedAdam share."""
+"""Parameters, gradients and references that the tests of fused optimizers share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from tolerances import TRAJECTORY_TOLERANCES, Tolerance, assert_near, assert_same_bits
+from tolerances import assert_same_bits
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -20,7 +20,6 @@ NAMES = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64"}
 SHAPES = ((5,), (4, 3), (), (1,), (0, 3), (23, 29))
 
 Optimizer = torch.optim.Optimizer
-MakeOptimizer = Callable[..., Optimizer]
 
 
 def make_params(
@@ -74,23 +73,6 @@ def train(
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def assert_same_trajectory(
-    optimizer: Optimizer,
-    params: Sequence[Parameter],
-    expected: Optimizer,
-    expected_params: Sequence[Parameter],
-    tolerance: Tolerance | None = None,
-) -> None:
-    """Demand nearly equal parameters and moments, and equal step counts."""
-    bounds = tolerance or TRAJECTORY_TOLERANCES[params[0].dtype]
-    for param, wanted in zip(params, expected_params, strict=True):
-        assert_near(param.detach(), wanted.detach(), bounds)
-        state, wanted_state = optimizer.state[param], expected.state[wanted]
-        assert float(state["step"]) == float(wanted_state["step"])
-        for key in MOMENTS:
-            assert_near(state[key], wanted_state[key], bounds)
 
 
 def assert_same_state(one: Optimizer, other: Optimizer) -> None:

@@ -223,7 +223,7 @@ NOT_OFFLOADED = (
     "test_shard",
     "refused_before_anything_is_changed[DTensor-",
     "test_step_dtensors.py",
-    "test_fused_adam_legacy_call.py::test_a_call_that_does_not_fit_raises_a_sentence_and_chan",
+    "test_fused_rules_call.py::test_a_call_that_does_not_fit_raises_a_sentence_and_chan",
     "test_step_loss_scale.py::test_a_step_updates_it_by_the_rule_of_the_host[unwaited",
     "test_offload",
 )

@@ -142,8 +142,7 @@ def _predictions(
                 grad,
                 lr=lr.item() if isinstance(lr := group["lr"], Tensor) else float(lr),
                 inv_scale=(-1.0 if group["maximize"] else 1.0) / divisor,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
+                betas=group["betas"],
                 **{name: group[name] for name in _OPTIONS},
             )
             yield model

@@ -54,19 +54,28 @@ def axpby(x: Tensor, y: Tensor, a: float, b: float, like: Tensor) -> Tensor:
     return (factor_a * x.to(dtype) + factor_b * y.to(dtype)).to(like.dtype)
 
 
+ZERO = torch.zeros((), dtype=torch.float64)
+
+
 @dataclasses.dataclass
-class Adam:
-    """One parameter under Adam in float64 (Kingma & Ba 2015; AdamW: Loshchilov & Hutter 2019)."""
+class _Stepped:
+    """One parameter and its state in float64, whatever they are given in; without state, zeros."""
 
     param: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: float = 0.0
 
     def __post_init__(self) -> None:
-        self.param = self.param.detach().double()
-        self.exp_avg = self.exp_avg.double()
-        self.exp_avg_sq = self.exp_avg_sq.double()
+        for name, value in [*vars(self).items()]:
+            if isinstance(value, Tensor):
+                setattr(self, name, value.detach().double())
+
+
+@dataclasses.dataclass
+class Adam(_Stepped):
+    """One parameter under Adam in float64 (Kingma & Ba 2015; AdamW: Loshchilov & Hutter 2019)."""
+
+    exp_avg: Tensor = ZERO
+    exp_avg_sq: Tensor = ZERO
+    step: Tensor | float = ZERO
 
     def update(
         self,
@@ -74,16 +83,17 @@ class Adam:
         *,
         lr: float,
         inv_scale: float,
-        beta1: float,
-        beta2: float,
+        betas: tuple[float, float],
         eps: float,
         weight_decay: float,
         adam_w_mode: bool,
         bias_correction: bool,
         eps_inside_sqrt: bool,
+        maximize: bool = False,
     ) -> None:
-        self.step += 1
-        grad = grad.double() * inv_scale
+        beta1, beta2 = betas
+        self.step = self.step + 1
+        grad = grad.double() * (-inv_scale if maximize else inv_scale)
         if not adam_w_mode:
             grad = grad + weight_decay * self.param
         self.exp_avg = beta1 * self.exp_avg + (1 - beta1) * grad
@@ -98,15 +108,10 @@ class Adam:
 
 
 @dataclasses.dataclass
-class Sgd:
-    """One parameter under SGD in float64, as torch.optim.SGD; `buffer` None holds nothing yet."""
+class Sgd(_Stepped):
+    """One parameter under SGD in float64, as torch.optim.SGD; without a buffer at the start."""
 
-    param: Tensor
-    buffer: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.param = self.param.detach().double()
-        self.buffer = None if self.buffer is None else self.buffer.detach().double()
+    momentum_buffer: Tensor | None = None
 
     def update(
         self,
@@ -124,24 +129,20 @@ class Sgd:
         if not wd_after_momentum:
             update = update + weight_decay * self.param
         if momentum:
-            fresh = self.buffer is None
-            self.buffer = update if fresh else momentum * self.buffer + (1 - dampening) * update
-            update = update + momentum * self.buffer if nesterov else self.buffer
+            before = self.momentum_buffer
+            buffer = update if before is None else momentum * before + (1 - dampening) * update
+            update = update + momentum * buffer if nesterov else buffer
+            self.momentum_buffer = buffer
         if wd_after_momentum:
             update = update + weight_decay * self.param
         self.param = self.param - lr * update
 
 
 @dataclasses.dataclass
-class Adagrad:
+class Adagrad(_Stepped):
     """One parameter under Adagrad in float64 (Duchi, Hazan & Singer 2011, diagonal form)."""
 
-    param: Tensor
-    sum: Tensor
-
-    def __post_init__(self) -> None:
-        self.param = self.param.detach().double()
-        self.sum = self.sum.double()
+    sum: Tensor = ZERO
 
     def update(
         self,
@@ -164,21 +165,15 @@ class Adagrad:
 
 
 @dataclasses.dataclass
-class NovoGrad:
+class NovoGrad(_Stepped):
     """One parameter under NovoGrad in float64 (Ginsburg et al. 2019), with apex's options.
 
     `exp_avg_sq` is a norm, not its square.
     """
 
-    param: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: Tensor
-
-    def __post_init__(self) -> None:
-        self.param = self.param.detach().double()
-        self.exp_avg = self.exp_avg.double()
-        self.exp_avg_sq = self.exp_avg_sq.double()
+    exp_avg: Tensor = ZERO
+    exp_avg_sq: Tensor = ZERO
+    step: Tensor = ZERO
 
     def update(
         self,
@@ -219,18 +214,12 @@ class NovoGrad:
 
 
 @dataclasses.dataclass
-class LAMB:
+class LAMB(_Stepped):
     """One parameter under LAMB in float64 (You et al. 2020, algorithm 2), with apex's options."""
 
-    param: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: Tensor
-
-    def __post_init__(self) -> None:
-        self.param = self.param.detach().double()
-        self.exp_avg = self.exp_avg.double()
-        self.exp_avg_sq = self.exp_avg_sq.double()
+    exp_avg: Tensor = ZERO
+    exp_avg_sq: Tensor = ZERO
+    step: Tensor = ZERO
 
     def update(
         self,

@@ -27,22 +27,15 @@ PLAN = (
     f"{INSIDE}/test_unwaited_steps.py",
     f"{INSIDE}/test_scaled_launches.py",
     *(
-        f"tests/optimizers/test_fused_adam_{name}.py"
-        for name in ("equivalence", "errors", "in_a_loop", "legacy_call", "state")
+        f"tests/optimizers/test_fused_rules{name}.py"
+        for name in ("_in_a_loop", "", "_call", "_in_wrappers", "_state")
     ),
-    *(f"tests/optimizers/test_fused_sgd{name}.py" for name in ("", "_in_wrappers", "_state")),
+    "tests/optimizers/test_fused_sgd_in_wrappers.py",
     *(
         f"tests/optimizers/test_{name}.py"
         for name in (
-            *(
-                "fused_adagrad",
-                "fused_lamb",
-                "fused_novograd",
-                "fused_rules",
-                "fused_rules_in_wrappers",
-            ),
             *("moments_in_a_byte", "narrow_moments", "split_masters", "stochastic_rounding"),
-            *("written_weights",),
+            "written_weights",
             *("checked_steps", "step_loss_scale", "step_plan_fp16", "step_plan_params"),
         )
     ),
@@ -58,7 +51,7 @@ PLAN = (
 NOT_FOR_CUDA = (
     "tests/optimizers/test_checked_steps.py::test_a_step_after_a_check_reads_gradients_once_more",
     "tests/optimizers/test_split_masters.py::test_each_float32_is_kept",
-    "tests/optimizers/test_fused_adam_in_a_loop.py::test_a_skipped_step_does_not_invalidate_a_graph",
+    "tests/optimizers/test_fused_rules_in_a_loop.py::test_a_skipped_step_does_not_invalidate_a_graph",
     "tests/optimizers/test_unscaled_grads.py::test_a_gradient_that_is_written_has_a_new_version",
     "tests/optimizers/test_fused_rules_in_wrappers.py::test_a_first_step_that_is_skipped_leaves_no_state",
     "tests/optimizers/test_fused_rules.py::test_half_gradients_and_outputs_are_those_of_floats_rounded_once",

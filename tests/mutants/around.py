@@ -233,6 +233,6 @@ OLD_SCRIPTS = {
         "FusedMixedPrecisionLamb._count",
         "group['step'].copy_(state['step'].view(-1))",
         "group['step'].add_(1)",
-        "fused_mixed_precision_lamb",
+        "fused_rules_in_a_loop",
     ),
 }

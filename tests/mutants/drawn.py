@@ -45,7 +45,7 @@ DRAWN = {
         "_Rule.tidy",
         "flag is not None and flag.item()",
         "not (flag is not None and flag.item())",
-        "fused_sgd_state",
+        "fused_rules_state",
     ),
     "all options but loss_scale are loss scales": Mutant(
         "_plain", "name == 'loss_scale'", "name != 'loss_scale'", "amp_initialize"
@@ -90,7 +90,7 @@ DRAWN = {
         "_norm_per_group",
         "len(norms) != len(groups)",
         "len(norms) == len(groups)",
-        "fused_adam_legacy_call",
+        "fused_rules_call",
     ),
     "a clip is forgotten": Mutant(
         "_step_ours",

@@ -240,7 +240,7 @@ OPTIMIZERS = {
         "FusedAdam._add_names_of_others",
         "group['adam_w_mode']",
         "not group['adam_w_mode']",
-        "fused_adam_state",
+        "fused_rules",
     ),
     "an optimizer of torch that has hooks steps by a rule": Mutant(
         "Equivalent.groups_of", "_has_hooks(optimizer)", "False", "master_weights_of_scripts"
@@ -262,10 +262,10 @@ OPTIMIZERS = {
         "split_masters",
     ),
     "a loaded hyperparameter may be out of range": Mutant(
-        "adapt", "self._check_options({**self.defaults, **group})", "", "fused_adam_state"
+        "adapt", "self._check_options({**self.defaults, **group})", "", "fused_rules_state"
     ),
     "a beta of 1 is allowed": Mutant(
-        "check_betas", "0.0 <= beta < 1.0", "0.0 <= beta <= 1.0", "fused_adam_errors"
+        "check_betas", "0.0 <= beta < 1.0", "0.0 <= beta <= 1.0", "fused_rules_state"
     ),
     "a copy forgets unscale_grads": Mutant(
         "SavedOptimizer.__getstate__",
@@ -277,31 +277,31 @@ OPTIMIZERS = {
         "FusedAdam._adapt_group",
         "group['adam_w_mode'] = group.pop('decoupled_weight_decay')",
         "group.pop('decoupled_weight_decay')",
-        "fused_adam_state",
+        "fused_rules",
     ),
     "the step count of a group is lost": Mutant(
         "SavedOptimizer._adapt_group",
         "{'step': step, **states[index]}",
         "{'step': 0, **states[index]}",
-        "fused_adam_state",
+        "fused_rules_state",
     ),
     "moments of float64 parameters are loaded in float32": Mutant(
         "StateLayout.loaded",
         "torch.promote_types(param.dtype, torch.float32)",
         "torch.float32",
-        "fused_adam_state",
+        "fused_rules_state",
     ),
     "a moment of another shape is loaded": Mutant(
         "_check_like",
         "value.shape != param.shape",
         "value.numel() != param.numel()",
-        "fused_adam_state",
+        "fused_rules_state",
     ),
     "a step count that is a number is lost": Mutant(
         "_new_number",
         "float(value) if isinstance(value, (int, float)) else 0.0",
         "0.0",
-        "fused_adam_state",
+        "fused_rules_state",
     ),
     "a flag of a fresh buffer stays though the host knows": Mutant(
         "_Rule.after_step",
@@ -310,22 +310,22 @@ OPTIMIZERS = {
         "fused_sgd_in_wrappers",
     ),
     "the first gradient is dampened": Mutant(
-        "_Rule.note_new", "group['dampening']", "group['nesterov']", "fused_sgd"
+        "_Rule.note_new", "group['dampening']", "group['nesterov']", "fused_rules"
     ),
     "a checkpoint must have what is never saved": Mutant(
         "StateLayout.loaded",
         "(*self.numbers, *self.tensors)",
         "(*self.numbers, *self.unsaved_numbers, *self.tensors)",
-        "fused_sgd_state",
+        "fused_rules_state",
     ),
     "nesterov without momentum is let through": Mutant(
-        "FusedSGD._check_new_options", "group['nesterov']", "False", "fused_sgd"
+        "FusedSGD._check_new_options", "group['nesterov']", "False", "fused_rules_state"
     ),
     "FusedSGD forgets an option of its constructor in a pickle": Mutant(
         "FusedSGD",
         "('materialize_master_grads', 'set_grad_none', 'unscale_grads', 'offload')",
         "('unscale_grads', 'offload')",
-        "fused_sgd_state",
+        "fused_rules_state",
     ),
     "each piece of a parameter counts its steps": Mutant(
         "Item._cut_state",
@@ -376,13 +376,16 @@ OPTIMIZERS = {
         "FusedSGD._adapt_state",
         "state.get(BUFFER) is not None or BUFFER not in state",
         "True",
-        "fused_sgd_state",
+        "fused_rules_state",
     ),
     "FusedAdagrad keeps the steps that torch counts": Mutant(
-        "FusedAdagrad._adapt_group", "k != 'step'", "k", "fused_adagrad"
+        "FusedAdagrad._adapt_group", "k != 'step'", "k", "fused_rules"
     ),
     "FusedAdagrad leaves out torch's decay of lr": Mutant(
-        "FusedAdagrad._adapt_group", "('lr_decay', 'maximize')", "('maximize',)", "fused_adagrad"
+        "FusedAdagrad._adapt_group",
+        "('lr_decay', 'maximize')",
+        "('maximize',)",
+        "fused_rules_state",
     ),
     "FusedAdagrad always adds L2": Mutant(
         "FusedAdagrad.__init__",
@@ -390,45 +393,45 @@ OPTIMIZERS = {
         "adagrad_w_mode, 'max_grad_norm': max_grad_norm}",
         "{'lr': lr, 'eps': eps, 'weight_decay': weight_decay, 'adagrad_w_mode': "
         "False, 'max_grad_norm': max_grad_norm}",
-        "fused_adagrad",
+        "fused_rules",
     ),
     "a negative eps is taken": Mutant(
         "check_group",
         "('momentum', 'eps', 'weight_decay', 'max_grad_norm')",
         "('momentum', 'weight_decay', 'max_grad_norm')",
-        "fused_rules",
+        "fused_rules_state",
     ),
     "FusedNovoGrad gives norms of float16 parameters to those of float32": Mutant(
         "FusedNovoGrad._adapt_group",
         "(torch.float16, torch.float32)",
         "(torch.float32, torch.float16)",
-        "fused_novograd",
+        "fused_rules_state",
     ),
     "FusedNovoGrad takes norms of parameters without a state": Mutant(
         "FusedNovoGrad._adapt_group",
         "p.dtype == dtype and states.get(index)",
         "p.dtype == dtype",
-        "fused_novograd",
+        "fused_rules_state",
     ),
     "FusedNovoGrad takes any norm for the l2 norm": Mutant(
-        "FusedNovoGrad._check_options", "(0, 2)", "(0, 1, 2)", "fused_novograd"
+        "FusedNovoGrad._check_options", "(0, 2)", "(0, 1, 2)", "fused_rules_state"
     ),
     "FusedNovoGrad has its numbers in another order than its rule": Mutant(
         "FusedNovoGrad", "('step', 'exp_avg_sq')", "('exp_avg_sq', 'step')", "fused_rules"
     ),
     "FusedLAMB clips each group by its own norm": Mutant(
-        "Engine._run", "self.rule.clips_by_global_norm", "False", "fused_lamb"
+        "Engine._run", "self.rule.clips_by_global_norm", "False", "fused_rules"
     ),
     "norms of groups that are given count in FusedLAMB": Mutant(
         "Engine._norms",
         "None if self.rule.clips_by_global_norm else step.norms",
         "step.norms",
-        "fused_lamb",
+        "fused_rules",
     ),
     "FusedLAMB always decays the weights": Mutant(
         "FusedLAMB.__init__", "adam_w_mode", "True", "fused_rules"
     ),
-    "FusedLAMB has no nvlamb": Mutant("FusedLAMB.__init__", "use_nvlamb", "False", "fused_lamb"),
+    "FusedLAMB has no nvlamb": Mutant("FusedLAMB.__init__", "use_nvlamb", "False", "fused_rules"),
     "the norm of NovoGrad must have the shape of its parameter": Mutant(
         "_like_param",
         "_LIKE_PARAM if rule is None else (*rule.layout.tensors, 'master_param')",

@@ -1,12 +1,11 @@
-"""Optimizers that are a rule of the engine do what their references do, however they are called."""
+"""A step of each fused optimizer is that of its float64 reference, however it is called."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import io
+import itertools
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from fused_adam_cases import (
     F64,
     NAMES,
     Unchanged,
-    assert_same_state,
     copies_of,
     give_grads,
     grad_for,
@@ -27,51 +25,40 @@ from fused_adam_cases import (
     scaled_step,
     train,
 )
+from reference import l2_norm
 from rule_cases import (
+    MAKERS,
     SMALL,
-    SUBJECTS,
     Subject,
+    assert_same_as_torch,
     assert_stepped,
+    each_mode,
     each_subject,
+    each_twin,
     make_params,
-    mode_name,
     references_after_step,
+    step_and_compare,
 )
+from scaled_steps import take_step
 from several_devices_cases import side_of, spread
 from tolerances import assert_near, assert_same_bits
-from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import amp
 from apex_mp.engine import devices as engine_devices
-from apex_mp.optimizers import FusedAdagrad, FusedAdam, FusedNovoGrad, FusedSGD
+from apex_mp.optimizers import FusedAdagrad, FusedLAMB, FusedNovoGrad, FusedSGD
 
 # By step and parameter.
 NO_GRAD = {(0, 1), (1, 1), (1, 0)}
 
-each_mode = pytest.mark.parametrize(
-    ("subject", "mode"),
-    [
-        pytest.param(subject, mode, id=f"{name}-{mode_name(mode)}")
-        for name, subject in SUBJECTS.items()
-        for mode in subject.modes
-    ],
-)
-
-
-def step_and_compare(optimizer: Any, subject: Subject) -> None:
-    """Take a step with each parameter's `.grad`, and compare it with the reference."""
-    grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
-    expected = references_after_step(optimizer, subject.reference, grads)
-    optimizer.step()
-    assert_stepped(optimizer, expected)
+each_dtype = pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=NAMES.get)
 
 
 # --- The formula.
 
 
 @each_mode
-@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=NAMES.get)
+@each_dtype
 @pytest.mark.usefixtures("cpu_level")
 def test_each_step_is_that_of_the_reference(
     dtype: torch.dtype, subject: Subject, mode: dict[str, Any], device: torch.device
@@ -84,73 +71,162 @@ def test_each_step_is_that_of_the_reference(
         # The second has no gradient before the last step, the first none in the second.
         give_grads(params, step, missing=lambda step, index: (step, index) in NO_GRAD)
         step_and_compare(optimizer, subject)
-    assert len(optimizer.state) == len(params)
+    assert len(optimizer.state) == (len(params) if options.get("momentum", 1) else 0)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "foreach": {"foreach": True},
+    "for loop": {"foreach": False},
+    "fused": {"fused": True},
+}
+
+
+@each_twin
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("dtype", [F32, F64], ids=NAMES.get)
+def test_300_steps_equal_those_of_torch_in_float64_with_states_exchanged(
+    dtype: torch.dtype,
+    kind: dict[str, Any],
+    subject: Subject,
+    twin: Any,
+    options: Any,
+    theirs: Any,
+    device: torch.device,
+) -> None:
+    params = make_params(device, dtype, SMALL)
+    wide = copies_of(params, F64)
+    late = 30  # The last parameter has its first gradient behind the exchange.
+    if kind.get("fused"):
+        late = 0  # torch's fused SGD wants the first gradients of all parameters at once.
+    if twin is torch.optim.Adagrad:
+        late = 0  # torch's Adagrad wants all states.
+        kind = kind if device.type == "cpu" else {}  # Its fused one is for the CPU.
+    how = {"missing": lambda step, index: (step + index) % 5 == 4 or (step < late and index == 3)}
+
+    def make(both: dict[str, Any], ours: dict[str, Any], its: dict[str, Any]) -> tuple[Any, Any]:
+        groups = ([{"params": each[:2]}, {"params": each[2:], **both}] for each in (params, wide))
+        return subject.fused(next(groups), **ours), twin(next(groups), **its)
+
+    optimizer, expected = make({"lr": 2.0**-6, "weight_decay": 0.0}, options, theirs | kind)
+    for steps in (range(20), range(20, 300)):
+        train(optimizer, params, steps, **how)
+        train(expected, wide, steps, **how)
+        assert_same_as_torch(optimizer, subject, expected)
+        saved, of_torch = copy.deepcopy((optimizer.state_dict(), expected.state_dict()))
+        if twin is torch.optim.Adagrad:
+            add_steps(saved)
+        optimizer, expected = make({}, {"lr": 1.0}, {"lr": 1.0})
+        optimizer.load_state_dict(of_torch)
+        expected.load_state_dict(saved)
+
+
+def add_steps(saved: dict[str, Any]) -> None:
+    """Add what FusedAdagrad does not have, and torch's optimizer needs."""
+    for state in saved["state"].values():
+        state["step"] = torch.tensor(20.0)
+    for group in saved["param_groups"]:
+        group["lr_decay"] = 0.0
+
+
+# --- Gradients, copies and masters of other dtypes.
 
 
 @pytest.mark.usefixtures("cpu_level")
 @each_subject
 @pytest.mark.parametrize("grad_dtype", [F16, BF16, F32, F64], ids=NAMES.get)
-@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=NAMES.get)
+@each_dtype
 def test_gradients_may_be_of_another_dtype_and_a_copy_too(
     dtype: torch.dtype, grad_dtype: torch.dtype, subject: Subject, device: torch.device
 ) -> None:
     params = make_params(device, dtype)
-    optimizer = subject.fused(params, **subject.options)
+    optimizer = subject.make(params)
     copies = [torch.zeros_like(param, dtype=F16) for param in params]
     for step in range(2):
         grads = [grad_for(param, step, i, BF16).to(grad_dtype) for i, param in enumerate(params)]
-        expected = references_after_step(optimizer, subject.reference, grads, 4.0)
+        expected = references_after_step(optimizer, subject, grads, 4.0)
         optimizer.step(grads=grads, output_params=copies, scale=4.0)
         narrow = grad_dtype != F64  # Then its norm, which NovoGrad divides by, is one of float32.
-        assert_stepped(optimizer, expected, in_float32=narrow)
+        assert_stepped(optimizer, subject, expected, in_float32=narrow)
         for param, copied in zip(params, copies, strict=True):
             assert_near(copied, expected[param].param)
 
 
-# --- float32 masters of parameters in low precision.
-
-WITH_MASTERS = {
-    **{name: functools.partial(each.fused, **each.options) for name, each in SUBJECTS.items()},
-    "SGD": functools.partial(FusedSGD, lr=0.1, weight_decay=0.1),
-    "SGD, momentum": functools.partial(FusedSGD, lr=0.1, momentum=0.9, dampening=0.5),
-}
+NARROW = {"moment_dtype": BF16}
+ROUNDINGS: list[dict[str, Any]] = [{}, NARROW, NARROW | {"stochastic_rounding": True}]
 
 
-def assert_same_master(optimizer: Any, master: Tensor, expected: Tensor) -> None:
-    # NovoGrad divides by norms, which CUDA adds up in another order for gradients of float32.
-    assert_same = assert_near if isinstance(optimizer, FusedNovoGrad) else assert_same_bits
-    assert_same(master, expected.detach())
+@pytest.mark.cpu_only  # On CUDA the order of a norm's sum, and so its last bits, go by the dtype.
+@each_subject
+@pytest.mark.parametrize("moments", ROUNDINGS, ids=["float32", "nearest", "stochastic"])
+@pytest.mark.parametrize("output", [F16, BF16], ids=NAMES.get)
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=NAMES.get)
+@pytest.mark.usefixtures("cpu_level")
+def test_half_gradients_and_outputs_are_those_of_floats_rounded_once(
+    dtype: torch.dtype,
+    output: torch.dtype,
+    subject: Subject,
+    moments: dict[str, Any],
+    device: torch.device,
+) -> None:
+    if len(moments) > 1 and subject.fused in (FusedSGD, FusedAdagrad):
+        pytest.skip("it counts no steps, from which random bits are made")
+    params = make_params(device, F32)
+    theirs = copies_of(params)
+    outputs = [torch.zeros_like(param, dtype=output) for param in params]
+    optimizer, expected = subject.make(params), subject.make(theirs)
+    for each in (optimizer, expected):
+        each.param_groups[0].update(moments)
+    for step in range(2):
+        grads = [grad_for(param, step, i).to(dtype) for i, param in enumerate(params)]
+        optimizer.step(grads=[grads], output_params=[outputs])
+        expected.step(grads=[[grad.float() for grad in grads]])
+    for param, wanted, copied in zip(params, theirs, outputs, strict=True):
+        assert_same_bits(param.detach(), wanted.detach())
+        assert_same_bits(copied, wanted.detach().to(output))
 
 
-_each = pytest.mark.parametrize("make", WITH_MASTERS.values(), ids=[*WITH_MASTERS])
-_both_ways = pytest.mark.parametrize("masters", ["float32", True])
+WITH_MASTERS = MAKERS | {"SGD without momentum": functools.partial(FusedSGD, lr=0.1)}
+_each_maker = pytest.mark.parametrize("make", WITH_MASTERS.values(), ids=[*WITH_MASTERS])
+_both_forms = pytest.mark.parametrize("masters", ["float32", True])
 
 
 def each_with_masters(test: Any) -> Any:
-    return _each(_both_ways(test))
+    return _each_maker(_both_forms(test))
 
 
 @each_with_masters
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=NAMES.get)
-def test_masters_train_as_float32_parameters_and_a_checkpoint_has_them(
+def test_masters_train_as_float32_parameters_through_skipped_steps_and_a_checkpoint(
     dtype: torch.dtype, make: Any, masters: Any, device: torch.device
 ) -> None:
     params = make_params(device, dtype)
     wide_params = copies_of(params, F32)
     optimizer, wide = make(params, master_weights=masters), make(wide_params)
+    scaler = amp.GradScaler(device.type, init_scale=1.0)
+    # NovoGrad divides by norms, which CUDA adds up in another order for gradients of float32.
+    assert_same = assert_near if isinstance(optimizer, FusedNovoGrad) else assert_same_bits
     for step in range(6):
         if step == 3:
             saved = copy.deepcopy(optimizer.state_dict())
             optimizer = make(params, master_weights=masters)
             optimizer.load_state_dict(saved)
-        give_grads(params, step, values=dtype)
-        give_grads(wide_params, step, values=dtype)
-        optimizer.step()
-        wide.step()
+        for bad in (True, False) if step in (0, 2, 4) else ():
+            give_grads(params, step, values=dtype, factor=scaler.get_scale())
+            if bad:
+                params[0].grad.fill_(INF)  # type: ignore[union-attr]
+            scaler.scale(torch.ones((), device=device))
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.step_was_skipped(optimizer) == bad
+            for param, expected in zip(params, wide_params, strict=True) if bad else ():
+                assert_same(optimizer.master(param), expected.detach())
+        if step not in (0, 2, 4):
+            train(optimizer, params, [step], values=dtype)
+        train(wide, wide_params, [step], values=dtype)
         for param, expected in zip(params, wide_params, strict=True):
             master = optimizer.master(param)
-            assert_same_master(optimizer, master, expected)
-            if masters == "float32":
+            assert_same(master, expected.detach())
+            if masters == "float32" or dtype == F16:
                 assert_same_bits(param.detach(), master.to(dtype))
 
 
@@ -167,31 +243,10 @@ def test_masters_take_float64_gradients_as_float32_parameters_do(
         optimizer.step(grads=grads)
         wide.step(grads=grads)
         for param, expected in zip(params, wide_params, strict=True):
-            assert_same_master(optimizer, optimizer.master(param), expected)
+            assert_same_bits(optimizer.master(param), expected.detach())
 
 
-@each_with_masters
-def test_a_skipped_step_leaves_parameters_and_masters(
-    make: Any, masters: Any, device: torch.device
-) -> None:
-    params = make_params(device, F16)
-    optimizer = make(params, master_weights=masters)
-    scaler = amp.GradScaler(device.type)
-    for bad in (True, False, True):
-        before = copy.deepcopy(params), [*map(optimizer.master, params)]
-        scaler.scale(torch.ones((), device=device))
-        give_grads(params, 0)
-        if bad:
-            params[0].grad.fill_(INF)  # type: ignore[union-attr]
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.step_was_skipped(optimizer) == bad
-        for param, value, old_master in zip(params, *before, strict=True):
-            master = optimizer.master(param)
-            if bad:
-                assert_same_bits(param.detach(), value.detach())
-                assert_same_bits(master, old_master)
-            assert_same_bits(param.detach(), master.to(F16))
+# --- Groups, options, layouts and devices.
 
 
 @each_subject
@@ -203,136 +258,94 @@ def test_each_group_is_clipped_by_the_norm_that_counts(
     groups = [
         {"params": params[:3], "max_grad_norm": 0.5},
         {"params": params[3:5]},
-        {"params": params[5:], "max_grad_norm": 2.0, "lr": 0.3},
+        {"params": params[5:], "max_grad_norm": 2.0, "lr": 0.25},
     ]
-    optimizer = subject.fused(groups, **subject.options)
-    for step in range(3):
-        give_grads(params, step)
-        step_and_compare(optimizer, subject)
+    optimizer = subject.make(groups)
+    # Some with an output and some without are two calls, and still one norm.
+    outputs = [torch.zeros_like(p, dtype=F16) if i % 2 else None for i, p in enumerate(params)]
+    for step, way in enumerate(("measured", "given", "checked")):
+        give_grads(params, step, factor=256.0, missing=lambda step, index: step == index == 1)
+        grads = [param.grad for param in params]
+        expected = references_after_step(optimizer, subject, grads, 256.0)
+        lists = (grads[:3], grads[3:5], grads[5:])
+        norms = [l2_norm([grad for grad in each if grad is not None]) for each in lists]
+        if way == "checked":
+            result = take_step(optimizer, check=True, scale=256.0)
+            assert result.outcome.norms == pytest.approx([norm / 256.0 for norm in norms])
+        else:
+            forms = [norms[0], *(torch.tensor([n], dtype=F64, device=device) for n in norms[1:])]
+            given = {"grad_norms": forms} if way == "given" else {"output_params": outputs}
+            optimizer.step(scale=256.0, **given)
+        assert_stepped(optimizer, subject, expected)
+
+
+def test_clipping_divides_as_torch_does_where_norms_are_tiny(device: torch.device) -> None:
+    weight = Parameter(torch.zeros(1, device=device))
+    weight.grad = torch.full((1,), 1e-3, device=device)
+    FusedSGD([weight], 1.0, max_grad_norm=1e-4).step()
+    expected = torch.full((1,), -1e-3, device=device, requires_grad=True)
+    expected.grad = torch.full((1,), 1e-3, device=device)
+    torch.nn.utils.clip_grad_norm_([expected], 1e-4)
+    torch.testing.assert_close(-weight.detach(), expected.grad, rtol=1e-6, atol=0.0)
+
+
+LRS = {
+    "0-dim": lambda: torch.tensor(0.5),
+    "1-element": lambda: torch.tensor([0.5]),
+    "float64": lambda: torch.tensor(0.5, dtype=F64),
+    "bfloat16": lambda: torch.tensor(0.5, dtype=BF16),
+}
 
 
 @each_subject
-def test_parameters_in_any_order_of_memory_are_stepped_as_they_lie(
-    subject: Subject, device: torch.device
-) -> None:
-    weight = torch.randn(2, 3, 4, 5, device=device).contiguous(memory_format=torch.channels_last)
-    params = [Parameter(weight), Parameter(torch.randn(4, 6, device=device).t())]
-    optimizer = subject.fused(params, **subject.options)
-    for step in range(3):
-        give_grads(params, step)
-        params[0].grad = params[0].grad.contiguous()
-        step_and_compare(optimizer, subject)
-
-
-_NARROW = {"moment_dtype": BF16}
-_ROUNDINGS: list[dict[str, Any]] = [{}, _NARROW, _NARROW | {"stochastic_rounding": True}]
-
-
-@pytest.mark.cpu_only  # On CUDA the order of a norm's sum, and so its last bits, go by the dtype.
-@pytest.mark.parametrize(
-    ("fused", "options", "moments"),
-    [
-        (fused, options, moments)
-        for fused, options in (
-            (FusedAdam, {"lr": 0.1}),
-            (FusedSGD, {"lr": 0.1, "momentum": 0.9}),
-            *((subject.fused, subject.options) for subject in SUBJECTS.values()),
-        )
-        for moments in _ROUNDINGS
-        if len(moments) < 2 or fused not in (FusedSGD, FusedAdagrad)  # They count no steps.
-    ],
-)
-@pytest.mark.parametrize("output", [F16, BF16], ids=NAMES.get)
-@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=NAMES.get)
-@pytest.mark.usefixtures("cpu_level")
-def test_half_gradients_and_outputs_are_those_of_floats_rounded_once(
-    dtype: torch.dtype,
-    output: torch.dtype,
-    fused: Any,
-    options: Any,
-    moments: dict[str, Any],
-    device: torch.device,
-) -> None:
-    params = make_params(device, F32)
-    theirs = copies_of(params)
-    outputs = [torch.zeros_like(param, dtype=output) for param in params]
-    optimizer, expected = fused(params, **options), fused(theirs, **options)
-    for each in (optimizer, expected):
-        each.param_groups[0].update(moments)
-    for step in range(2):
-        grads = [grad_for(param, step, i).to(dtype) for i, param in enumerate(params)]
-        optimizer.step(grads=[grads], output_params=[outputs])
-        expected.step(grads=[[grad.float() for grad in grads]])
-    for param, wanted, copied in zip(params, theirs, outputs, strict=True):
-        assert_same_bits(param.detach(), wanted.detach())
-        assert_same_bits(copied, wanted.detach().to(output))
-
-
-# --- Copies.
-
-
-@each_subject
-@pytest.mark.parametrize("way", ["state_dict", "file", "deepcopy", "pickle"])
-@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=NAMES.get)
-def test_another_optimizer_goes_on_to_the_bit(
-    dtype: torch.dtype, way: str, subject: Subject, device: torch.device
-) -> None:
-    params = make_params(device, dtype, SMALL)
-    optimizer = subject.fused(params, **subject.options, unscale_grads=False)
-    train(optimizer, params, range(3), missing=lambda step, index: index == 2)
-    if way == "deepcopy":
-        others, other = copy.deepcopy((params, optimizer))
-    elif way == "pickle":
-        others, other = pickle.loads(pickle.dumps((params, optimizer)))
-    else:
-        others = copies_of(params)
-        other = subject.fused(others, unscale_grads=False)
-        saved = optimizer.state_dict()
-        if way == "file":
-            file = io.BytesIO()
-            torch.save(saved, file)
-            file.seek(0)
-            saved = torch.load(file, weights_only=True)
-        other.load_state_dict(saved)
-    assert_same_state(optimizer, other)
-    assert other.unscale_grads is False
-    for each, its in ((optimizer, params), (other, others)):
-        train(each, its, range(3, 6))
-    assert_same_state(optimizer, other)
-
-
-@each_subject
-@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay", "max_grad_norm"])
-def test_an_option_out_of_range_is_refused(name: str, subject: Subject) -> None:
-    who = subject.fused.__name__
-    params = [Parameter(torch.ones(3))]
-    for value in (-1.0, math.nan):
-        with pytest.raises(ValueError, match=rf"^{who}: {name} is {value}; it must be 0 or more"):
-            subject.fused(params, **{name: value})
-    with pytest.raises(TypeError, match=rf"^{who}: {name} is '1e-3'; it must be a number"):
-        subject.fused(params, **{name: "1e-3"})
-    optimizer = subject.fused(params)
-    train(optimizer, params, range(1))
-    if name != "lr":  # Schedules go past their end.
-        optimizer.param_groups[0][name] = -1.0
-        with Unchanged(optimizer), pytest.raises(ValueError, match=f"^{who}: {name} is -1"):
-            optimizer.step()
-
-
-@each_subject
+@pytest.mark.parametrize("on_device", [False, True], ids=["on the CPU", "beside the parameters"])
+@pytest.mark.parametrize("make_lr", LRS.values(), ids=LRS)
 def test_options_that_change_count_at_once_and_lr_may_be_a_tensor(
-    subject: Subject, device: torch.device
+    make_lr: Any, on_device: bool, subject: Subject, device: torch.device
 ) -> None:
     params = make_params(device, shapes=SMALL)
-    lr = torch.tensor(0.5, device=device)
-    optimizer = subject.fused(params[:2], **(subject.options | {"lr": lr}))
+    optimizer = subject.make(params[:2], lr=make_lr().to(device if on_device else "cpu"))
     optimizer.add_param_group({"params": params[2:], "weight_decay": 0.5})
-    changes: list[dict[str, Any]] = [{}, {"eps": 0.25}, {"weight_decay": 0.3}, *subject.modes[:2]]
+    changes: list[dict[str, Any]] = [{}, {"weight_decay": 0.25}, *subject.modes[:4], {}, {}]
+    changes += [{"eps": 0.25}] if "eps" in subject.options else []
     for step, change in enumerate(changes):
-        lr.fill_(0.5 / (1 + step))
+        # In place, as schedulers do; they go below 0, and past their end to NaN.
+        value = math.nan if step == len(changes) - 1 else 0.5 ** (1 + step) - 2.0**-6
+        for group in optimizer.param_groups:
+            group["lr"].fill_(value)
         optimizer.param_groups[1].update(change)
         give_grads(params, step)
         step_and_compare(optimizer, subject)
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t.clone(),
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda t: t.transpose(0, 3).contiguous().transpose(0, 3),
+    "gaps": lambda t: t.repeat_interleave(2, dim=3)[..., ::2],
+}
+EACH_GRAD_LAYOUT = [*itertools.product(("contiguous", "channels_last", "transposed"), LAYOUTS)]
+
+
+@each_subject
+@pytest.mark.parametrize("masters", [False, True], ids=["fp32", "fp16 with masters"])
+@pytest.mark.parametrize(("param_layout", "grad_layout"), EACH_GRAD_LAYOUT)
+def test_parameters_in_any_order_of_memory_are_stepped_as_they_lie(
+    param_layout: str, grad_layout: str, masters: bool, subject: Subject, device: torch.device
+) -> None:
+    (param,) = make_params(device, F16 if masters else F32, [(2, 3, 4, 5)])
+    param = Parameter(LAYOUTS[param_layout](param.detach()))
+    strides = param.stride()
+    optimizer = subject.make([param])
+    for group in optimizer.param_groups if masters else ():
+        group["master_weights"] = True
+    for step in range(3):
+        give_grads([param], step)
+        # In place, because `.grad =` of another layout is what autograd itself may do.
+        param.grad = LAYOUTS[grad_layout](param.grad)
+        step_and_compare(optimizer, subject)
+    assert param.stride() == strides
+    assert (param in optimizer._own_masters.kept) == masters
 
 
 @pytest.mark.cpu_only
@@ -344,9 +357,7 @@ def test_parameters_on_several_devices_are_stepped_as_on_one(
     monkeypatch.setattr(engine_devices, "device_of", side_of)
     params = make_params(device)
     groups = [{"params": params[:3], "lr": 0.5}, {"params": params[3:]}]
-    optimizer = spread(
-        subject.fused(groups, **(subject.options | {"max_grad_norm": max_grad_norm}))
-    )
+    optimizer = spread(subject.make(groups, max_grad_norm=max_grad_norm))
     for step in range(3):
         give_grads(params, step, missing=lambda step, index: step == index == 1)
         step_and_compare(optimizer, subject)
@@ -355,42 +366,72 @@ def test_parameters_on_several_devices_are_stepped_as_on_one(
         scaled_step(scaler, optimizer, params, 3, bad=math.inf)
 
 
-@each_subject
-def test_the_state_of_another_optimizer_is_refused(subject: Subject) -> None:
-    params = [Parameter(torch.ones(3))]
-    optimizer, other = subject.fused(params), torch.optim.SGD(params, 0.1, momentum=0.9)
-    train(other, params, range(1))
-    who = rf"^{subject.fused.__name__}\.load_state_dict: state\[0\]"
-    with Unchanged(optimizer), pytest.raises(ValueError, match=who + " has .*lacks .*state of a"):
-        optimizer.load_state_dict(other.state_dict())
-    train(optimizer, params, range(1))
-    saved = copy.deepcopy(optimizer.state_dict())
-    name = subject.fused._rule.layout.tensors[0]
-    saved["state"][0][name] = torch.ones(2)
-    with Unchanged(optimizer), pytest.raises(ValueError, match=who + rf"\['{name}'\] has shape"):
-        optimizer.load_state_dict(saved)
+# --- What is special to one of them.
 
 
-@each_subject
-def test_what_does_not_fit_is_named_before_any_group_is_stepped(
-    subject: Subject, device: torch.device
-) -> None:
+def test_weight_decay_after_momentum_decays_the_weights_alone(device: torch.device) -> None:
     params = make_params(device, shapes=SMALL)
-    optimizer = subject.fused([{"params": params[:2]}, {"params": params[2:]}], **subject.options)
-    train(optimizer, params, range(1))
-    who, name = subject.fused.__name__, subject.fused._rule.layout.tensors[0]
-    good = optimizer.state[params[3]][name]
-    optimizer.state[params[3]][name] = torch.ones(2, device=device)
+    optimizer = FusedSGD(params, 0.5, momentum=0.5, weight_decay=0.25, wd_after_momentum=True)
+    expected = [p.detach().clone() for p in params]
+    give_grads(params, 0)
+    optimizer.step()
+    for param, before in zip(params, expected, strict=True):
+        assert torch.equal(optimizer.state[param]["momentum_buffer"], param.grad)
+        assert_near(param.detach(), before - 0.5 * (param.grad + 0.25 * before))
+
+
+def test_the_first_gradient_of_sgd_is_not_dampened(device: torch.device) -> None:
+    late, early = make_params(device, shapes=[(3,), (3,)])
+    optimizer = FusedSGD([late, early], 1.0, momentum=0.5, dampening=0.75)
+    for step in range(2):
+        give_grads([late, early], step, missing=lambda step, index: step == index == 0)
+        buffer = copy.deepcopy(optimizer.state[early].get("momentum_buffer"))
+        optimizer.step()
+    assert torch.equal(optimizer.state[late]["momentum_buffer"], late.grad)
+    assert torch.equal(optimizer.state[early]["momentum_buffer"], 0.5 * buffer + 0.25 * early.grad)
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "init_zero", "norms"),
+    [
+        (2, False, [5.0, math.sqrt(0.5 * 25.0 + 0.5 * 100.0)]),
+        (2, True, [math.sqrt(0.5 * 25.0), math.sqrt(0.5 * 12.5 + 0.5 * 100.0)]),
+        (0, False, [4.0, 0.5 * 4.0 + 0.5 * 8.0]),
+        (0, True, [2.0, 0.5 * 2.0 + 0.5 * 8.0]),
+    ],
+)
+def test_norms_are_averaged_from_the_first_gradient_or_from_zero(
+    norm_type: int, init_zero: bool, norms: list[float], device: torch.device
+) -> None:
+    weight = Parameter(torch.full((2,), 2.0, device=device))
+    options = {"betas": (0.9, 0.5), "norm_type": norm_type, "init_zero": init_zero}
+    optimizer = FusedNovoGrad([weight], **options)
+    for factor, norm in zip((1.0, 2.0), norms, strict=True):
+        weight.grad = torch.tensor([3.0, -4.0], device=device) * factor
+        optimizer.step()
+        assert optimizer.state[weight]["exp_avg_sq"].item() == pytest.approx(norm, rel=1e-6)
+
+
+def test_each_tensor_has_its_own_ratio(device: torch.device) -> None:
+    """Each of many sizes, of one chunk and of several, moves by lr times its norm."""
+    sizes = (1, 63, 20_000, 5)
+    params = [Parameter(torch.linspace(0.5, 1.0 + n % 7, n, device=device)) for n in sizes]
+    for index, param in enumerate(params):
+        param.grad = torch.full_like(param, 10.0 ** (index - 2))
     before = [param.detach().clone() for param in params]
-    with pytest.raises(RuntimeError, match=rf"{name}\[1\]\[1\] has 2 elements, params\[1\]\[1\]"):
-        optimizer.step()
-    optimizer.state[params[3]][name] = good
+    FusedLAMB(params, 0.25, weight_decay=0.0, use_nvlamb=True, eps=0.0).step()
     for param, old in zip(params, before, strict=True):
-        assert_same_bits(param.detach(), old)
-    params[3].grad = params[3].grad.to_sparse()
-    with pytest.raises(RuntimeError, match=rf"^{who} does not support sparse gradients"):
-        optimizer.step()
-    with pytest.raises(ValueError, match=r"\.step: grads has lists of \[1\]"):
-        optimizer.step(grads=[before[0]])
-    for param, old in zip(params, before, strict=True):
-        assert_same_bits(param.detach(), old)
+        moved = torch.linalg.vector_norm((param.detach() - old).double())
+        wanted = 0.25 * torch.linalg.vector_norm(old.double())
+        assert moved.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("pairs", [1, 2501])  # On CUDA a thread then takes two vectors, or one.
+def test_parameters_whose_squares_are_beyond_float32_have_a_norm(
+    pairs: int, device: torch.device
+) -> None:
+    param = Parameter(torch.tensor((3e30, 4e30) * pairs, device=device))
+    param.grad = torch.tensor([2.0, -1.0], device=device).repeat(pairs)
+    FusedLAMB([param], 0.5, weight_decay=0.0, use_nvlamb=True, eps=0.0).step()
+    step = 0.5 * 5e30 / math.sqrt(2.0)
+    assert param.tolist() == pytest.approx([3e30 - step, 4e30 + step] * pairs, rel=1e-5)

@@ -9,21 +9,16 @@ from typing import Any
 import pytest
 import torch
 from fused_adam_cases import NAMES, copies_of, give_grads, grad_for
-from rule_cases import SUBJECTS, copy_master, make_params
+from rule_cases import MAKERS, copy_master, make_params
 from tolerances import assert_near, assert_same_bits
 from torch import Tensor
 from torch.nn import Parameter
 
 from apex_mp import amp
-from apex_mp.optimizers import FusedAdam, FusedSGD
+from apex_mp.optimizers import FusedAdam
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
-MAKERS: dict[str, Any] = {
-    **{name: functools.partial(each.fused, **each.options) for name, each in SUBJECTS.items()},
-    "Adam": functools.partial(FusedAdam, lr=0.01, weight_decay=0.1),
-    "SGD, momentum": functools.partial(FusedSGD, lr=0.1, momentum=0.9),
-}
 each_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=[*MAKERS])
 
 

@@ -152,39 +152,6 @@ def test_a_parameter_on_meta_is_refused_by_a_sentence(meta: list[int], steps_bef
         run.listed[:] = kept
 
 
-WRONG_OPTIONS: dict[str, tuple[str, Any]] = {
-    "lr of two": ("lr", torch.ones(2)),
-    "lr that is a word": ("lr", "high"),
-    "one beta": ("betas", (0.9,)),
-    "beta of 1": ("betas", (0.9, 1.0)),
-    "betas that are a number": ("betas", 0.9),
-    "eps that is None": ("eps", None),
-    "negative eps": ("eps", -1.0),
-    "masters that are a wrong word": ("master_weights", "float16"),
-    "moments of float16": ("moment_dtype", F16),
-    "params that are a tuple": ("params", ()),
-}
-
-
-@each_warmth
-@pytest.mark.parametrize(("name", "value"), WRONG_OPTIONS.values(), ids=WRONG_OPTIONS)
-def test_a_wrong_option_of_the_last_group_changes_nothing(
-    name: str, value: Any, steps_before: int
-) -> None:
-    run = make_run("two groups, mixed")
-    run.train(steps_before)
-    group = run.optimizer.param_groups[1]
-    before = dict(group)
-    give(run)
-    with Unchanged(run.optimizer):
-        group[name] = value
-        with pytest.raises((TypeError, ValueError, RuntimeError)):
-            run.optimizer.step()
-        group.clear()
-        group.update(before)
-    run.train(2)
-
-
 def test_a_parameter_that_is_no_tensor_is_refused() -> None:
     run = make_run("two groups, mixed")
     run.train(1)

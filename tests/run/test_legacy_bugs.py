@@ -15,9 +15,7 @@ CHECKPOINTS = "test_fp16_optimizer_checkpoints.py"
 LEGACY = "test_fp16_optimizer_legacy.py"
 MASTERS = "test_fp16_optimizer_masters.py"
 OVERFLOW = "test_fp16_optimizer_overflow.py"
-ADAM = "test_fused_adam_equivalence.py"
-ADAM_CALL = "test_fused_adam_legacy_call.py"
-ADAM_STATE = "test_fused_adam_state.py"
+ADAM = "test_fused_rules.py"
 FUNCTIONS = "test_fp16util.py"
 PARALLEL = "test_parallel.py"
 PROCESSES = "test_two_processes.py"
@@ -68,10 +66,10 @@ FIXED: dict[tuple[int, str], list[tuple[str, str]]] = {
         (MASTERS, "test_a_model_that_is_moved_or_cast_after_wrapping_is_still_trained"),
     ],
     (27, "FusedAdam ignored weight_decay, or multiplied it by the corrected step size"): [
-        (ADAM, "test_300_steps_equal_those_of_torch_in_float64"),
+        (ADAM, "test_300_steps_equal_those_of_torch_in_float64_with_states_exchanged"),
     ],
     (27, "FusedAdam with max_grad_norm and without grad_norms raised a TypeError"): [
-        (ADAM_CALL, "test_each_group_is_clipped_by_its_own_norm_given_or_not"),
+        (ADAM, "test_each_group_is_clipped_by_the_norm_that_counts"),
     ],
     (28, "state_dict() of the fused FP16_Optimizer read an attribute that was not there"): [
         (CHECKPOINTS, "test_a_run_resumed_from_a_file_goes_on_bit_for_bit"),
@@ -100,7 +98,7 @@ FIXED: dict[tuple[int, str], list[tuple[str, str]]] = {
         (PARALLEL, "test_sync_batch_norm_needs_no_process_group"),
     ],
     (35, "FusedAdam could not load the state of torch.optim.Adam"): [
-        (ADAM_STATE, "test_a_torch_run_continues_in_fused_adam"),
+        (ADAM, "test_300_steps_equal_those_of_torch_in_float64_with_states_exchanged"),
     ],
 }
 # What looks like a bug and stays, because networks rely on it.
