@@ -24,9 +24,9 @@ def main(out: Path) -> int:
     names += ("stochastic_rounding", "checked_steps")
     # The first unscales gradients in place, the others step tensors of many vectors.
     of_each = (
-        ("_in_wrappers.py", "grad_scaler_skips_overflows_and_no_other_step"),
+        ("core/test_ways_skips", "training_is_that_of_float32_without_the_skipped_steps"),
         *(
-            (".py", name)
+            ("optimizers/test_fused_rules", name)
             for name in (
                 "each_group_is_clipped_by_the_norm_that_counts",
                 "each_tensor_has_its_own_ratio",
@@ -36,7 +36,7 @@ def main(out: Path) -> int:
         ),
     )
     tests = [*PLAN[:2], *(f"tests/optimizers/test_{name}.py" for name in names)]
-    tests += [f"tests/optimizers/test_fused_rules{where}::test_{name}" for where, name in of_each]
+    tests += [f"tests/{file}.py::test_{name}" for file, name in of_each]
     stepper = dataclasses.replace(NETS["plan, forward"], tests=tests)
     for net in (NETS["wide grid, forward"], stepper):
         status, output = run(library, net, ["-q", "--every-case"])

@@ -24,6 +24,10 @@ def cases_with_each_value(cases: Iterable[Any]) -> list[Any]:
 
 
 def values_of(case: Any) -> set[tuple[str, str]]:
-    """Return the name and the text of each parameter of a case."""
+    """Return the name and the text of each parameter of a case; some values say their parts."""
     callspec = getattr(case, "callspec", None)
-    return {(name, str(value)) for name, value in callspec.params.items()} if callspec else set()
+    return {
+        (name, part)
+        for name, value in (callspec.params.items() if callspec else ())
+        for part in getattr(value, "parts", (str(value),))
+    }

@@ -220,6 +220,7 @@ NOT_OFFLOADED = (
     "test_written_weights.py::test_training_goes_on_from_written_weights[",
     "test_written_weights.py::test_weights_that_are_swapped_in_and_back_stay_exact[split",
     "test_several_devices",
+    "two devices",
     "test_shard",
     "refused_before_anything_is_changed[DTensor-",
     "test_step_dtensors.py",

@@ -249,9 +249,11 @@ class MasterWeights(Addition):
         """A context for the optimizer's own step, in which torch's fused ones do not unscale."""
         attributes = vars(self)
         names = ("grad_scale", "found_inf", "scaled_step")
-        hidden = {name: attributes.pop(name) for name in names if name in attributes}
-        self._steps_masters = True
+        hidden = {name: attributes[name] for name in names if name in attributes}
         try:
+            for name in hidden:
+                del attributes[name]
+            self._steps_masters = True
             yield
         except RuntimeError as error:
             with_graph = [

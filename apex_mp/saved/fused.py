@@ -17,6 +17,8 @@ from apex_mp.masters.store import MASTER, MasterStore, StateView
 from apex_mp.saved.dcp import attribute_with_checkpoint_view
 
 _LOG = logger("apex_mp.optimizers")
+# Of a file these options do not count.
+_CHOSEN_HERE = ("moment_dtype", "stochastic_rounding")
 
 
 class SavedOptimizer(torch.optim.Optimizer):
@@ -198,9 +200,12 @@ class SavedOptimizer(torch.optim.Optimizer):
         saved_groups: list[dict[str, Any]] = [dict(group) for group in saved["param_groups"]]
         for number, saved_group in enumerate(saved_groups):
             self._adapt_group(number, saved_group, states)
+            for option in _CHOSEN_HERE:
+                saved_group.pop(option, None)
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved_groups] != sizes:
-            return dict(saved)  # torch says in which way they do not fit.
+            # torch says in which way they do not fit.
+            return {**saved, "param_groups": saved_groups}
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             for index, param in zip(saved_group["params"], group["params"], strict=True):
                 state = states.get(index)
@@ -217,8 +222,7 @@ class SavedOptimizer(torch.optim.Optimizer):
                 else:
                     del states[index]
             # What was asked for here stays. Without masters here the file says whether there are.
-            for option in ("moment_dtype", "stochastic_rounding"):
-                saved_group.pop(option, None)
+            for option in _CHOSEN_HERE:
                 if option in group:
                     saved_group[option] = group[option]
             if group.get("master_weights"):

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from amp_level_cases import (
-    F32,
     OPTIMIZERS,
     Net,
     backward,
     batches,
-    everything,
     initialize,
     linear,
     sgd,
@@ -39,24 +35,6 @@ def pickled(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def optimizer_first(value: Any) -> Any:
-    return copy.deepcopy([*value][::-1])[::-1]
-
-
-HOW: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": pickled,
-    "torch.save": saved,
-    "deepcopy, optimizer first": optimizer_first,
-    "pickle of a deepcopy": lambda value: pickled(copy.deepcopy(value)),
-}
 hows = pytest.mark.parametrize("how", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
 MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **OPTIMIZERS,
@@ -120,127 +98,3 @@ def test_a_copy_that_its_class_makes_without_state_is_refused(how: Any) -> None:
     pair = initialize(model, WithoutState(model.parameters()), opt_level="O2")
     with pytest.raises(TypeError, match=r"WithoutState\.__reduce__ returns no state, so a copy"):
         how(pair)
-
-
-# Random programs. Each pair of model and optimizer has a history of what trains it. Between its
-# entries there is what must not change anything: copies, refusals, blocks that raise.
-
-
-class Pair:
-    def __init__(self, make: Any) -> None:
-        self.make = make
-        model = nn.Sequential(linear(1 / 3, -2 / 3), nn.Tanh())
-        self.objects = initialize(model, make(model.parameters()), opt_level="O2", verbosity=0)
-        (scaler,) = _amp_state.loss_scalers
-        scaler.load_state_dict({"loss_scale": 2.0**18, "unskipped": 1998})
-        self.scale = amp.state_dict()
-        self.history: list[Any] = []
-
-    def loss(self, slope: float) -> torch.Tensor:
-        model, _ = self.objects
-        return (
-            (model(torch.tensor([[1.0, 2.0], [slope, -1.0], [0.5, slope]])) * slope).square().sum()
-        )
-
-    def live(self, event: Any) -> None:
-        """Do what one entry of the history says, at this pair's own loss scale."""
-        kind, slope = event
-        model, optimizer = self.objects
-        amp.load_state_dict(self.scale)
-        optimizer.zero_grad(set_to_none=kind != "zeros")
-        if kind == "load":
-            model.load_state_dict(
-                {**model.state_dict(), "0.weight": torch.tensor([[slope, 1 / 7]])}
-            )
-        if kind != "idle":
-            backward(optimizer, self.loss(slope))
-        if kind == "twice":
-            backward(optimizer, self.loss(1 - slope))
-        if kind == "clip":
-            nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
-        optimizer.step()
-        self.scale = amp.state_dict()
-        self.history.append(event)
-
-    def copied(self, how: Any) -> Pair:
-        pair = copy.copy(self)
-        pair.objects, pair.history = how(self.objects), [*self.history]
-        return pair
-
-    def numbers(self) -> list[torch.Tensor]:
-        amp.load_state_dict(self.scale)
-        return everything(*self.objects)
-
-    # What changes nothing.
-
-    def is_interrupted(self) -> None:
-        def interrupted() -> None:
-            with amp.scale_loss(self.loss(2.0), self.objects[1]) as scaled_loss:
-                scaled_loss.backward()
-                raise KeyError
-
-        with pytest.raises(KeyError):
-            interrupted()
-
-    def is_refused_a_second_time(self) -> None:
-        with pytest.raises(RuntimeError, match=r"passed through amp\.initialize once"):
-            initialize(linear(1.0), [sgd(linear(1.0)), self.objects[1]], opt_level="O2")
-
-    def is_refused_beside_another(self) -> None:
-        bad = torch.optim.SGD([nn.Parameter(torch.ones(1, device="meta"))], lr=1.0)
-        model = linear(1.0)
-        with pytest.raises(TypeError, match="is on meta"):
-            initialize(model, [sgd(model), bad], opt_level="O2")
-        assert (model.weight.dtype, amp.state_dict()) == (F32, self.scale)
-
-    def has_a_plain_backward(self) -> None:
-        optimizer = self.objects[1]
-        optimizer.zero_grad()
-        self.loss(2.0).backward()
-        with pytest.raises(RuntimeError, match="call backward in"):
-            optimizer.step()
-
-    def loses_its_optimizer(self) -> None:
-        lone = copy.deepcopy(self.objects[1])
-        with pytest.raises(RuntimeError, match="without its model"):
-            backward(lone, self.loss(2.0))
-
-    def is_averaged(self) -> None:
-        average = copy.deepcopy(self.objects[0])
-        for param in average.parameters():
-            param.data.mul_(0.5)
-
-
-NOTHING = [
-    Pair.is_interrupted,
-    Pair.is_refused_a_second_time,
-    Pair.is_refused_beside_another,
-    Pair.has_a_plain_backward,
-    Pair.loses_its_optimizer,
-    Pair.is_averaged,
-]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_programs_train_each_copy_as_its_own_history_says(seed: int) -> None:
-    chance = random.Random(seed)
-    make = MAKE[[*MAKE][seed]]
-    pairs = [Pair(make)]
-    for _ in range(30):
-        pair = chance.choice(pairs)
-        what = chance.random()
-        if what < 0.15 and len(pairs) < 4:
-            pairs.append(pair.copied(chance.choice([*HOW.values()])))
-        elif what < 0.5:
-            amp.load_state_dict(pair.scale)
-            chance.choice(NOTHING)(pair)
-        else:
-            kind = chance.choice(["plain", "zeros", "idle", "twice", "clip", "load"])
-            pair.live((kind, chance.choice([0.25, 0.5, 2.0, -3.0])))
-    assert len(pairs) > 1
-    for pair in pairs:
-        again = Pair(make)
-        for event in pair.history:
-            again.live(event)
-        for ours, theirs in zip(pair.numbers(), again.numbers(), strict=True):
-            assert_same_bits(ours, theirs)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from amp_level_cases import (
-    F16,
     F32,
     INF,
     backward,
@@ -235,27 +234,6 @@ def test_a_gradient_that_was_set_to_zero_takes_a_step_of_momentum_as_in_float32(
         event(optimizer)
     step(optimizer, pull((models[0].weight, [[1.0]])))
     assert [model.weight.item() for model in models] == [-2.5, -1.5]
-
-
-def test_parameters_may_be_frozen_and_thawed() -> None:
-    model = nn.Sequential(linear(1.0), linear(1.0))
-    model[0].weight.requires_grad_(False)
-    optimizer = sgd(model, lr=2.0**-12)
-    initialize(model, optimizer, opt_level="O2", max_loss_scale=2.0**10)
-    step(optimizer, pull((model[1].weight, [[1.0]])))
-    assert model[0].weight.item() == 1.0
-    assert [p.dtype for p in amp.master_params(optimizer)] == [F16, F32]
-    model[0].weight.requires_grad_(True)
-    optimizer.zero_grad()
-    for _ in range(2):
-        step(optimizer, pull((model[0].weight, [[1.0]])))
-    assert [p.dtype for p in amp.master_params(optimizer)] == [F32, F32]
-    first, second = amp.master_params(optimizer)
-    assert [first.item(), second.item()] == [1.0 - 2 * 2.0**-12, 1.0 - 2.0**-12]
-    model[0].weight.requires_grad_(False)
-    optimizer.zero_grad()
-    step(optimizer, pull((model[1].weight, [[1.0]])))
-    assert first.item() == 1.0 - 2 * 2.0**-12
 
 
 def test_masters_are_the_float32_values_from_before_the_cast() -> None:

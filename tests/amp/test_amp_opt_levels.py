@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -183,20 +182,6 @@ def test_floating_tensors_in_arguments_and_results_are_cast_however_deep_they_li
     assert double.dtype is F64
 
 
-# Masters.
-
-
-def test_a_later_group_trains_at_o1() -> None:
-    first, second = linear(1.0), linear(1.0)
-    optimizer = sgd(first)
-    initialize([first, second], optimizer, opt_level="O1")
-    optimizer.add_param_group({"params": second.parameters(), "lr": 0.5})
-    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
-        optimizer.add_param_group({"params": first.weight})
-    step(optimizer, pull((first.weight, [[0.25]]), (second.weight, [[0.25]])))
-    assert [first.weight.item(), second.weight.item()] == [0.75, 0.875]
-
-
 # Several models, optimizers and losses.
 
 
@@ -310,28 +295,3 @@ def test_a_model_can_be_made_parallel_afterwards_but_not_before(level: str) -> N
     assert parallel.state_dict()["module.conv.weight"].dtype is F32
     with pytest.raises(RuntimeError, match="Parallel wrappers should only be applied to the model"):
         initialize(parallel, opt_level=level)
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize(
-    ("level", "loss_scale"),
-    [("O1", None), ("O1", 1.0), ("O1", 128.0), ("O2", None), ("O2", "128.0"), ("O3", None)],
-)
-@pytest.mark.filterwarnings("ignore:.*gradients hold NaN, and no inf")
-@optimizers
-def test_inf_never_reaches_the_weights(
-    make: Any, level: str, loss_scale: Any, dtype: torch.dtype
-) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = make(model.parameters())
-    initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, dtype=dtype)
-    state = copy.deepcopy(model.state_dict())
-    for bad in (INF, float("nan")):
-        optimizer.zero_grad()
-        step(optimizer, pull((model.weight, [[1.0, bad]]), (model.bias, [1.0])))
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, state[name])
-    optimizer.zero_grad()
-    step(optimizer, pull((model.weight, [[1.0, 1.0]]), (model.bias, [1.0])))
-    assert all(value.isfinite().all() for value in model.state_dict().values())
-    assert not torch.equal(model.weight.float(), state["weight"].float())

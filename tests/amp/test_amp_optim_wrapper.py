@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import io
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from fp16_cases import F32, INF, parameter, pull
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
 from apex_mp import amp
 from apex_mp.amp import OptimWrapper
@@ -21,7 +18,6 @@ from apex_mp.optimizers import FusedAdam
 
 pytestmark = pytest.mark.usefixtures("amp_off")
 
-SCALE = 65536.0
 
 sgd = functools.partial(torch.optim.SGD, lr=0.5)
 inners = pytest.mark.parametrize(
@@ -44,26 +40,6 @@ def scales(wrapped: Any) -> list[float]:
 
 
 # Losses.
-
-
-@pytest.mark.parametrize("overflowing", [[0], [1], [2], [0, 2], [0, 1, 2]])
-def test_one_step_is_skipped_however_many_losses_overflow(
-    overflowing: list[int], handle: Any, weight: Any
-) -> None:
-    wrapped = handle.wrap_optimizer(sgd([weight]), num_loss=3)
-    for index in range(3):
-        backward(wrapped, pull((weight, INF if index in overflowing else 1.0)))
-    assert wrapped.step() is None
-    assert wrapped.step_was_skipped is True
-    assert amp.step_was_skipped(wrapped) is True
-    assert weight.tolist() == [1.0]
-    assert wrapped._loss_idx == 0
-    assert scales(wrapped) == [SCALE / 2 if index in overflowing else SCALE for index in range(3)]
-    wrapped.zero_grad()
-    backward(wrapped, pull((weight, 1.0)))  # Fewer losses than num_loss are fine.
-    wrapped.step()
-    assert weight.tolist() == [0.5]
-    assert wrapped.step_was_skipped is False
 
 
 @pytest.mark.parametrize("num_loss", [1, 2])
@@ -175,36 +151,7 @@ def test_a_wrapper_is_an_optimizer_with_the_attributes_of_the_one_inside(
         _ = wrapped.nonsense
 
 
-@pytest.mark.parametrize("on", ["wrapper", "inner before", "inner after", "both"])
-@pytest.mark.parametrize("first", [INF, 1.0])
-def test_schedulers_step_without_a_warning(first: float, on: str, handle: Any, weight: Any) -> None:
-    inner = sgd([weight])
-    make = functools.partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    schedulers = [make(inner)] if on == "inner before" else []
-    wrapped = handle.wrap_optimizer(inner)
-    if on in ("wrapper", "both"):
-        schedulers.append(make(wrapped))
-    for step, value in enumerate((first, 1.0, INF, 1.0)):
-        wrapped.zero_grad()
-        backward(wrapped, pull((weight, value)))
-        if step == 0 and on in ("inner after", "both"):
-            schedulers.append(make(inner))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            wrapped.step()
-            for scheduler in schedulers:
-                scheduler.step()
-    assert inner.param_groups[0]["lr"] == 0.5 * 0.5 ** (4 * len(schedulers))
-
-
 # Checkpoints.
-
-
-def saved(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def trained(handle: Any, weight: Any, *values: float, num_loss: int = 2) -> Any:
@@ -216,21 +163,6 @@ def trained(handle: Any, weight: Any, *values: float, num_loss: int = 2) -> Any:
             backward(wrapped, pull((weight, value)))
         wrapped.step()
     return wrapped
-
-
-def test_a_checkpoint_resumes_optimizer_and_scales(handle: Any, weight: Any, device: Any) -> None:
-    wrapped = trained(handle, weight, 1.0, INF, 1.0)
-    copy_of_weight = parameter(weight.detach(), F32, device)
-    resumed = handle.wrap_optimizer(torch.optim.Adam([copy_of_weight]), 2)
-    resumed.load_state_dict(saved(wrapped.state_dict()))
-    assert scales(resumed) == [SCALE, SCALE / 2]
-    assert [scaler._unskipped for scaler in resumed._loss_scaler] == [3, 1]
-    assert [s.value for s in resumed._loss_scaler] == [s.value for s in wrapped._loss_scaler]
-    for each, param in ((wrapped, weight), (resumed, copy_of_weight)):
-        each.zero_grad()
-        backward(each, pull((param, 0.5)))
-        each.step()
-    assert torch.equal(weight, copy_of_weight)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from typing import Any
 
 import pytest
@@ -12,11 +11,8 @@ import torch
 from fp16_cases import BF16, F16, F32, F64, INF, NAN, assert_grads, pull
 from scale_loss_cases import (
     SCALE,
-    Larc,
-    PlainSgd,
     backward,
     grads,
-    optimizers,
     overflow,
     param,
     sgd,
@@ -44,22 +40,6 @@ def test_a_loss_that_is_none_is_named(loss: Any, kind: str, handle: Any) -> None
 
 
 # Unscaled gradients.
-
-
-@optimizers
-def test_every_gradient_is_unscaled_when_the_block_ends(
-    make: Any, handle: Any, device: torch.device
-) -> None:
-    params = [param([1.0, 2.0], device), param([[3.0]], device, F64), param([4.0], device)]
-    optimizer = make(params[:2])
-    if not isinstance(optimizer, (PlainSgd, Larc)):
-        optimizer.add_param_group({"params": params[2:]})
-    with handle.scale_loss(pull((params[0], 3.0), (params[1], -0.25)), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        made = params[0].grad
-        assert_grads(grads(*params), 3.0 * SCALE, -0.25 * SCALE, None)
-    assert params[0].grad is made
-    assert_grads(grads(*params), 3.0, -0.25, None)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
@@ -133,60 +113,6 @@ def test_inf_of_one_loss_does_not_skip_an_optimizer_that_only_the_next_is_for(
     second.step()
     assert [amp.step_was_skipped(each) for each in (first, second)] == [True, False]
     assert_grads(grads(own), 1.0)
-
-
-# Overflow.
-
-
-@pytest.mark.parametrize("value", [INF, -INF, NAN, 1e36])
-@optimizers
-def test_an_overflow_skips_the_step_and_nothing_changes(
-    make: Any, value: float, handle: Any, device: torch.device
-) -> None:
-    weight, other = param([1.0, 2.0], device), param([3.0], device)
-    optimizer = make([weight, other])
-    backward(handle, pull((weight, 1.0), (other, 1.0)), optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    before = copy.deepcopy([[weight, other], [*getattr(optimizer, "state", {}).values()]])
-    backward(handle, pull((weight, [1.0, value]), (other, 1.0)), optimizer)
-    assert optimizer.step() is None
-    assert amp.step_was_skipped(optimizer) is True
-    after = [[weight, other], [*getattr(optimizer, "state", {}).values()]]
-    assert str(after) == str(before)
-    assert handle._default_scaler.loss_scale() == SCALE / 2
-    optimizer.zero_grad()
-    backward(handle, pull((weight, 1.0), (other, 1.0)), optimizer)
-    optimizer.step()
-    assert amp.step_was_skipped(optimizer) is False
-    assert not torch.equal(weight, before[0][0])
-
-
-def test_fifty_skipped_steps_in_a_row_warn_once(handle: Any, device: torch.device) -> None:
-    weight = param([1.0, 1.0], device)
-    optimizer = sgd([weight])
-
-    def skip(times: int) -> None:
-        for _ in range(times):
-            optimizer.zero_grad()
-            overflow(handle, optimizer)
-            overflow(handle, optimizer)
-            optimizer.step()
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        skip(49)
-        optimizer.zero_grad()
-        backward(handle, pull((weight, 0.0)), optimizer)
-        optimizer.step()
-        skip(49)
-        assert caught == []
-        skip(30)
-        assert len(caught) == 1
-    assert caught[0].category is RuntimeWarning
-    assert caught[0].filename == __file__
-    assert "amp: SGD has skipped 50 steps in a row" in str(caught[0].message)
-    assert "The worst: group 0, parameter 0 [2]: 2 inf, 0 NaN." in str(caught[0].message)
 
 
 # Checkpoints of the handle.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import pickle
 import random
@@ -45,33 +44,6 @@ def test_a_checkpoint_goes_to_torch_and_back(device: torch.device) -> None:
     again.load_state_dict(theirs.state_dict())
     assert again.state_dict() == saved
     assert again.scale(torch.ones((), device=device)).item() == 4.0
-
-
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["copy", "pickle"]
-)
-def test_a_copy_goes_on_as_the_original(copied: Any, used: bool, device: torch.device) -> None:
-    model = torch.nn.Linear(2, 2).to(device)
-    scaler = new_scaler(device, min_scale=1.0, hysteresis=2, model=model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    params = [*model.parameters()]
-    for step, bad in enumerate([math.inf, None] if used else []):
-        give_scaled(scaler, params, step, bad)
-        scaler.step(optimizer)
-        scaler.update()
-    other = copied(scaler)
-    assert other.state_dict() == scaler.state_dict()
-    assert scaler.state_dict()["overflows"] == used
-    give_scaled(scaler, params, 5, math.inf)
-    scales = []
-    for each in (scaler, other):
-        each.scale(torch.zeros((), device=device))
-        each.step(optimizer)
-        assert each.step_was_skipped(optimizer)
-        each.update()
-        scales.append(each.get_scale())
-    assert scales[0] == scales[1] == (2.0**9 if used else 2.0**10)
 
 
 def test_any_torch_optimizer_steps_masters_of_a_half_model(device: torch.device) -> None:

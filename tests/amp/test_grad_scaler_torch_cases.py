@@ -1,8 +1,5 @@
 """Cases of PyTorch's own tests of its GradScaler (test_cuda.py, test_torch.py) that the random
 programs of test_grad_scaler.py leave out.
-
-A loop that scales is compared with the same loop in float32 without a scaler, whose step is left
-out where the other overflows.
 """
 
 from __future__ import annotations
@@ -17,14 +14,12 @@ import torch
 from grad_scaler_cases import new_scaler
 from torch import nn
 from torch.nn import Parameter
-from torch.nn.utils import clip_grad_norm_
 
 from apex_mp.amp import GradScaler
 from apex_mp.optimizers import FusedAdam
 
 Optimizer: TypeAlias = torch.optim.Optimizer
 SKIPPED = 2  # the iteration whose gradients overflow, of four
-ADAMS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=1.0),
     "FusedAdam": lambda params: FusedAdam(params, lr=0.1),
@@ -43,45 +38,8 @@ def models(device: torch.device) -> tuple[nn.Sequential, nn.Sequential]:
     return model, copy.deepcopy(model)
 
 
-def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
 def overflow(model: Any) -> None:
     model[1].weight.grad.fill_(math.inf)
-
-
-def compare(
-    plain: Callable[..., None],
-    scaled: Callable[..., Any],
-    device: torch.device,
-    *,
-    make: Callable[[Any], Optimizer] = MAKERS["SGD"],
-    rtol: float = 1e-5,
-    atol: float = 1e-6,
-    taken: int = 3,
-    skipped: int = 1,
-) -> None:
-    """Run both loops, with the scaler on and off, and compare gradients, weights and states.
-
-    Args:
-        plain: Called with model, optimizer, batches, and whether to leave a step out.
-        scaled: Called with model, optimizer, batches and scaler; returns the scaler to go on with.
-    """
-    for enabled in (True, False):
-        reference, model = models(device)
-        expected, optimizer = make(reference.parameters()), make(model.parameters())
-        scaler = GradScaler(device.type, init_scale=128.0, growth_interval=1, enabled=enabled)
-        plain(reference, expected, batches(device), enabled)
-        scaler = scaled(model, optimizer, batches(device), scaler) or scaler
-        factor = 2.0**taken * 0.5**skipped
-        assert scaler.get_scale() == (128.0 * factor if enabled else 1.0)
-        for wanted, param in zip(reference.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(param, wanted, rtol=rtol, atol=atol)
-            torch.testing.assert_close(param.grad, wanted.grad, rtol=rtol, atol=atol)
-            state, wanted_state = optimizer.state[param], expected.state[wanted]
-            for key, value in wanted_state.items():
-                torch.testing.assert_close(state[key], value, rtol=rtol, atol=atol)
 
 
 def test_scale_multiplies_nested_outputs_wherever_they_are(device: torch.device) -> None:
@@ -145,40 +103,6 @@ def test_a_state_dict_replaces_every_number(used: bool, device: torch.device) ->
     assert target._get_growth_tracker() == 0
     with pytest.raises(RuntimeError, match="The source state dict is empty"):
         target.load_state_dict({})
-
-
-MAX_NORM = 0.2
-
-
-def clipped_loop(model: Any, optimizer: Any, data: Any, leave_out: bool) -> None:
-    for number, batch in enumerate(data):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        if leave_out and number == SKIPPED:
-            continue
-        clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("way", ["torch", "ours", "folded"])
-@each_maker
-def test_unscaled_gradients_are_clipped(make: Any, way: str, device: torch.device) -> None:
-    def scaled(model: Any, optimizer: Any, data: Any, scaler: Any) -> None:
-        for number, batch in enumerate(data):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, batch)).backward()
-            if number == SKIPPED and scaler.is_enabled():
-                overflow(model)
-            if way != "folded":
-                scaler.unscale_(optimizer)
-            if way == "torch":
-                clip_grad_norm_(model.parameters(), MAX_NORM)
-            else:
-                scaler.clip_grad_norm_(optimizer, MAX_NORM)
-            scaler.step(optimizer)
-            scaler.update()
-
-    compare(clipped_loop, scaled, device, make=make)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -28,7 +28,7 @@ PLAN = (
     f"{INSIDE}/test_scaled_launches.py",
     *(
         f"tests/optimizers/test_fused_rules{name}.py"
-        for name in ("_in_a_loop", "", "_call", "_in_wrappers", "_state")
+        for name in ("_in_a_loop", "", "_call", "_state")
     ),
     "tests/optimizers/test_fused_sgd_in_wrappers.py",
     *(
@@ -36,9 +36,10 @@ PLAN = (
         for name in (
             *("moments_in_a_byte", "narrow_moments", "split_masters", "stochastic_rounding"),
             "written_weights",
-            *("checked_steps", "step_loss_scale", "step_plan_fp16", "step_plan_params"),
+            *("checked_steps", "step_loss_scale", "step_plan_params"),
         )
     ),
+    *(f"tests/core/test_ways_{name}.py" for name in ("gradients", "skips")),
     "tests/operators/test_step_lists.py",
     "tests/optimizers/test_unscaled_grads.py",
     *(
@@ -53,7 +54,6 @@ NOT_FOR_CUDA = (
     "tests/optimizers/test_split_masters.py::test_each_float32_is_kept",
     "tests/optimizers/test_fused_rules_in_a_loop.py::test_a_skipped_step_does_not_invalidate_a_graph",
     "tests/optimizers/test_unscaled_grads.py::test_a_gradient_that_is_written_has_a_new_version",
-    "tests/optimizers/test_fused_rules_in_wrappers.py::test_a_first_step_that_is_skipped_leaves_no_state",
     "tests/optimizers/test_fused_rules.py::test_half_gradients_and_outputs_are_those_of_floats_rounded_once",
     "tests/optimizers/test_fused_sgd_in_wrappers.py::test_the_step_unscales_clips_and_copies_in_two_passes",
     "tests/fp16_utils/test_fp16_optimizer_clipping.py::test_clipping_costs_no_pass",

@@ -18,6 +18,8 @@ import apex_mp
 
 RUN = Path(__file__).resolve().parents[2] / "examples" / "custom_op" / "run.py"
 
+pytestmark = pytest.mark.slow  # It builds an extension.
+
 
 WANTED = {"cpu": "x is Half; it must be Float", "cuda": "x is Float; it must be Half on CUDA"}
 

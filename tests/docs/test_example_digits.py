@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -16,10 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "digits"
 RESULTS = ROOT / "benchmarks" / "results" / "digits-cpu.json"
 
-for module in ("sklearn", "matplotlib", "tqdm"):
-    pytest.importorskip(module, reason='the example needs pip install -e ".[examples]"')
-
-pytestmark = pytest.mark.cpu_only
+# Not imported here: each process that collects tests would wait for it.
+NEEDED = ("sklearn", "matplotlib", "tqdm")
+IS_THERE = all(importlib.util.find_spec(name) for name in NEEDED)
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.skipif(not IS_THERE, reason='the example needs pip install -e ".[examples]"'),
+]
 
 
 def load(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
@@ -58,12 +62,12 @@ def results() -> dict[str, Any]:
         "",
         pytest.param("--fp16", marks=pytest.mark.slow),
         pytest.param("--fp16 --loss_scale 128", marks=pytest.mark.slow),
-        "--amp",
+        pytest.param("--amp", marks=pytest.mark.slow),
         pytest.param("--bf16", marks=pytest.mark.slow),
         pytest.param("--optimizer adamw", marks=pytest.mark.slow),
         "--optimizer adamw --fp16",
         pytest.param("--optimizer adamw --amp", marks=pytest.mark.slow),
-        "--optimizer sgd --fp16 --loss_scale 128",
+        pytest.param("--optimizer sgd --fp16 --loss_scale 128", marks=pytest.mark.slow),
     ],
 )
 def test_two_epochs_get_eight_in_ten_digits_right(trained, flags):

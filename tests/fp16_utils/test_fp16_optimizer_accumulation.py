@@ -12,7 +12,6 @@ from fp16_cases import (
     F32,
     F64,
     INF,
-    BackwardError,
     assert_grads,
     assert_same,
     differ,
@@ -24,7 +23,6 @@ from fp16_cases import (
     parameter,
     probes,
     pull,
-    raise_in_backward,
     wrap,
 )
 from torch import Tensor
@@ -67,24 +65,6 @@ def test_a_retained_graph_can_be_run_backward_again(
     optimizer.backward(loss, update_master_grads=update)
     optimizer.step()
     assert_grads(grads_used(optimizer), 6.0, 6.0)
-
-
-@probes
-def test_parameters_without_gradients_stay_as_they_are(probe: Any, device: torch.device) -> None:
-    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, F16)]
-    optimizer = wrap(probe(params))
-    for index in (0, 2, 1):  # Another one is used in each step.
-        before = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
-        optimizer.zero_grad(set_to_none=True)
-        optimizer.backward(pull((params[index], 1.0)))
-        assert [grad is not None for grad in master_grads(optimizer)] == [
-            i == index for i in range(3)
-        ]
-        optimizer.step()
-        after = optimizer.param_groups[0]["params"]
-        assert [not torch.equal(x, y) for x, y in zip(before, after, strict=True)] == [
-            i == index for i in range(3)
-        ]
 
 
 @probes
@@ -146,24 +126,6 @@ def test_a_model_that_clears_its_gradients_in_between_forgets_them_all(
     assert_grads(master_grads(optimizer), 1.0, 1.0)
     optimizer.step()
     assert_grads(grads_used(optimizer), 1.0, 1.0)
-
-
-@probes
-@pytest.mark.parametrize("raising_update", [True, False])
-@pytest.mark.parametrize("update", [True, False])
-def test_an_exception_inside_backward_loses_nothing(
-    update: bool, raising_update: bool, probe: Any, device: torch.device
-) -> None:
-    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32)]
-    optimizer = wrap(probe(params))
-    optimizer.backward(pull(*((p, 3.0) for p in params)), update_master_grads=update)
-    with pytest.raises(BackwardError):
-        optimizer.backward(
-            raise_in_backward(pull(*((p, 16.0) for p in params))),
-            update_master_grads=raising_update,
-        )
-    optimizer.step()
-    assert_grads(grads_used(optimizer), 3.0, 3.0)
 
 
 @probes
@@ -237,25 +199,6 @@ def test_lbfgs_finds_the_minimum(
     assert optimizer.overflow is False
     for param in params:
         assert float((param.detach() - 0.25).abs().max()) < 1e-3
-
-
-@faces
-@probes
-def test_a_closure_may_run_backward_several_times(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    params = mixed(device)
-    optimizer = face(probe(params), 128.0, verbose=False)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        for value in (1.0, 2.0, 4.0):
-            loss = pull(*((param, value) for param in params))
-            optimizer.backward(loss, update_master_grads=value == 2.0)
-        return loss
-
-    optimizer.step(closure)
-    assert_grads(grads_used(optimizer), 7.0, 7.0)
 
 
 @faces

@@ -44,7 +44,6 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
 }
 inners = pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS.keys())
-scalings = pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
 savers = pytest.mark.parametrize("saver", FACES.values(), ids=FACES.keys())
 loaders = pytest.mark.parametrize("loader", FACES.values(), ids=FACES.keys())
 
@@ -99,35 +98,6 @@ def through_a_file(state: Any) -> Any:
     torch.save(state, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
-
-
-def check_that_it_resumes(
-    inner: Any, saver: Any, loader: Any, scaling: dict[str, Any], device: torch.device
-) -> None:
-    model, optimizer = build(device, inner, saver, **scaling)
-    train(model, optimizer, FIRST)
-    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    resumed_model, resumed = build(device, inner, loader, **scaling)
-    resumed_model.load_state_dict(saved["model"])
-    resumed.load_state_dict(saved["optimizer"])
-    assert_same(
-        everything(resumed, *resumed_model.parameters()), everything(optimizer, *model.parameters())
-    )
-    assert resumed.loss_scale == optimizer.loss_scale
-    scales = train(model, optimizer, SECOND)
-    assert train(resumed_model, resumed, SECOND) == scales
-    assert_same(
-        everything(resumed, *resumed_model.parameters()), everything(optimizer, *model.parameters())
-    )
-
-
-@faces
-@inners
-@scalings
-def test_a_run_resumed_from_a_file_goes_on_bit_for_bit(
-    scaling: dict[str, Any], inner: Any, face: Any, device: torch.device
-) -> None:
-    check_that_it_resumes(inner, face, face, scaling, device)
 
 
 @faces
@@ -207,18 +177,6 @@ def last_master(edit: Any) -> Any:
 
 def last_vector(edit: Any) -> Any:
     return change("fp32_groups_flat", lambda x: [*x[:-1], edit(x[-1])])
-
-
-def last_state(edit: Any) -> Any:
-    def damage(state: Any) -> None:
-        states = state["optimizer_state_dict"]["state"]
-        edit(states[max(states)])
-
-    return damage
-
-
-def last_group(**options: Any) -> Any:
-    return lambda state: state["optimizer_state_dict"]["param_groups"][-1].update(options)
 
 
 DAMAGES: dict[str, tuple[Any, Any, str]] = {
@@ -315,68 +273,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(
         assert_same(everything(optimizer, *model.parameters()), before)
         assert numbers_of(optimizer) == numbers
         assert optimizer.cur_iter == len(SECOND)
-
-
-INNER_DAMAGES: dict[str, tuple[str, Any, str]] = {
-    "a moment of another shape": (
-        "fused",
-        last_state(lambda x: x.update(exp_avg_sq=torch.ones(4))),
-        "exp_avg_sq of parameter 1 in group 1 has shape [4], its parameter [5]; they must match",
-    ),
-    "a moment of another shape, in AdamW": (
-        "AdamW",
-        last_state(lambda x: x.update(exp_avg=torch.ones(5, 1))),
-        "exp_avg of parameter 1 in group 1 has shape [5, 1], its parameter [5]; they must match",
-    ),
-    "momentum of another shape": (
-        "SGD",
-        last_state(lambda x: x.update(momentum_buffer=torch.ones(1))),
-        "momentum_buffer of parameter 1 in group 1 has shape [1], its parameter [5]",
-    ),
-    "a parameter too few": (
-        "AdamW",
-        last_group(params=[2]),
-        "group 1 of the saved optimizer has 1 parameters, that of this one has 2; they must match",
-    ),
-    "no groups": (
-        "SGD",
-        lambda state: state["optimizer_state_dict"].pop("param_groups"),
-        "keys ['param_groups'] are missing from the optimizer's state",
-    ),
-    "a step that is a word, in FusedAdam": (
-        "fused",
-        last_state(lambda x: x.update(step="many")),
-        "state[3]['step'] is 'many'",
-    ),
-    "a learning rate below 0": ("fused", last_group(lr=-1.0), "lr is -1.0; it must be 0 or more"),
-    # torch looks at the steps when it has put the rest in place.
-    "a step that is a word, in AdamW": (
-        "AdamW",
-        last_state(lambda x: x.update(step="many")),
-        "could not convert",
-    ),
-}
-
-
-@faces
-@pytest.mark.parametrize("case", INNER_DAMAGES)
-def test_what_the_inner_optimizer_refuses_changes_nothing(
-    case: str, face: Any, device: torch.device
-) -> None:
-    inner, damage, words = INNER_DAMAGES[case]
-    model, optimizer = build(device, INNERS[inner], face, **SCALINGS["dynamic"])
-    train(model, optimizer, FIRST)
-    state = copy.deepcopy(optimizer.state_dict())
-    damage(state)
-    model, optimizer = build(device, INNERS[inner], face, **SCALINGS["dynamic"])
-    train(model, optimizer, SECOND)
-    before, numbers = everything(optimizer, *model.parameters()), numbers_of(optimizer)
-    with pytest.raises((TypeError, ValueError)) as raised:
-        optimizer.load_state_dict(state)
-    assert words in str(raised.value)
-    assert_same(everything(optimizer, *model.parameters()), before)
-    assert numbers_of(optimizer) == numbers
-    train(model, optimizer, SECOND)
 
 
 # Parameters that were unfrozen while the checkpointed run trained.

@@ -10,7 +10,6 @@ from fp16_cases import (
     F16,
     F32,
     INF,
-    NAN,
     STEPS_TO_COUNT_PASSES,
     assert_grads,
     faces,
@@ -23,7 +22,6 @@ from fp16_cases import (
     wrap,
 )
 from tolerances import assert_near
-from torch.nn.utils import clip_grad_norm_
 
 from apex_mp.optimizers import FusedAdam
 
@@ -40,31 +38,6 @@ def mixed(device: torch.device) -> list[Any]:
 
 @faces
 @probes
-@pytest.mark.parametrize("update", [True, False])
-@pytest.mark.parametrize("by", ["torch", "clip_master_grads"])
-def test_clipping_returns_the_norm_and_counts(
-    by: str, update: bool, probe: Any, face: Any, device: torch.device
-) -> None:
-    params = mixed(device)
-    optimizer = wrap(probe(params), face)
-    optimizer.backward(pull(*zip(params, (8.0, 4.0, 1.0), strict=True)), update_master_grads=update)
-    if by == "clip_master_grads":
-        norm = optimizer.clip_master_grads(1.0)
-    else:
-        if not update:
-            optimizer.update_master_grads()
-        norm = clip_grad_norm_(masters_of(optimizer), 1.0)
-    # sqrt(4 * (64 + 16 + 1)) = 18
-    assert float(norm) == 18.0
-    expected = [torch.full((4,), value) / 18.0 for value in (8.0, 4.0, 1.0)]
-    for grads in (master_grads(optimizer), optimizer.inspect_master_grad_data()[0]):
-        torch.testing.assert_close([grad.cpu() for grad in grads], expected)
-    optimizer.step()
-    torch.testing.assert_close(grads_used(optimizer), expected)
-
-
-@faces
-@probes
 @pytest.mark.parametrize(("norm_type", "expected"), [(1, 52.0), (INF, 8.0), (2.0, 18.0)])
 def test_clipping_by_other_norms(
     norm_type: float, expected: float, probe: Any, face: Any, device: torch.device
@@ -74,25 +47,6 @@ def test_clipping_by_other_norms(
     optimizer.backward(pull(*zip(params, (8.0, 4.0, 1.0), strict=True)))
     assert float(optimizer.clip_master_grads(100.0, norm_type=norm_type)) == expected
     assert float(optimizer.clip_master_grads(100.0, norm_type)) == expected
-
-
-@faces
-@probes
-@pytest.mark.parametrize("value", [INF, NAN])
-@pytest.mark.parametrize("where", range(len(MIX)))
-@pytest.mark.parametrize("update", [True, False])
-def test_clipping_returns_minus_one_on_overflow(
-    update: bool, where: int, value: float, probe: Any, face: Any, device: torch.device
-) -> None:
-    params = mixed(device)
-    optimizer = wrap(probe(params), face)
-    grads = [value if index == where else 1.0 for index in range(len(params))]
-    optimizer.backward(pull(*zip(params, grads, strict=True)), update_master_grads=update)
-    assert optimizer.clip_master_grads(1.0) == -1
-    assert optimizer.step() is None
-    optimizer.zero_grad()
-    optimizer.backward(pull(*((param, 8.0) for param in params)), update_master_grads=update)
-    assert float(optimizer.clip_master_grads(1e6)) == pytest.approx(math.sqrt(12 * 64))
 
 
 # max_grad_norm of the inner optimizer.

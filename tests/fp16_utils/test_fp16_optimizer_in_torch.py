@@ -13,8 +13,6 @@ import pytest
 import torch
 from fp16_cases import (
     F16,
-    F32,
-    INF,
     STEPS_TO_COUNT_PASSES,
     assert_grads,
     assert_same,
@@ -27,10 +25,6 @@ from fp16_cases import (
     pull,
 )
 from torch.optim import lr_scheduler
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from apex_mp import fp16_utils
 from apex_mp.optimizers import FusedAdam
@@ -42,12 +36,6 @@ def no_warning() -> Iterator[None]:
         warnings.simplefilter("always")
         yield
     assert [str(warning.message) for warning in caught] == []
-
-
-def run_step(optimizer: Any, value: float = 1.0) -> Any:
-    optimizer.zero_grad()
-    optimizer.backward(pull(*((param, value) for param in optimizer.all_fp16_params)))
-    return optimizer.step()
 
 
 @faces
@@ -62,65 +50,12 @@ def test_it_is_an_optimizer(probe: Any, face: Any, device: torch.device) -> None
     assert "Parameter Group 0" in said
 
 
-# Learning rates.
-
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
-    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer,
-        [lr_scheduler.ConstantLR(optimizer, 0.5), lr_scheduler.ExponentialLR(optimizer, 0.5)],
-        milestones=[2],
-    ),
-}
-
-
-def build_with_scheduler(make: Any, on: str, probe: Any, face: Any, device: torch.device) -> Any:
-    inner = probe([ones(2, device=device)], lr=0.5)
-    if on == "inner, before":
-        scheduler = make(inner)
-        optimizer = face(inner, 128.0, verbose=False)
-    else:
-        optimizer = face(inner, 128.0, verbose=False)
-        scheduler = make(optimizer if on == "wrapper" else inner)
-    return optimizer, scheduler
-
-
-places = pytest.mark.parametrize("on", ["wrapper", "inner, before", "inner, after"])
-
-
-@faces
-@probes
-@places
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("first", [1.0, INF], ids=["step", "skipped step"])
-def test_schedulers_set_the_learning_rate(
-    first: float, name: str, on: str, probe: Any, face: Any, device: torch.device
-) -> None:
-    reference = torch.optim.SGD([ones(1, dtype=F32)], lr=0.5, momentum=0.9)
-    if name == "OneCycleLR":
-        reference = torch.optim.AdamW([ones(1, dtype=F32)], lr=0.5, betas=(0.0, 0.999))
-    expected = SCHEDULERS[name](reference)
-    with no_warning():
-        optimizer, scheduler = build_with_scheduler(SCHEDULERS[name], on, probe, face, device)
-        for value in (first, 1.0, 1.0, 1.0, 1.0):
-            run_step(optimizer, value)
-            assert optimizer.overflow == (value == INF)
-            scheduler.step()
-            reference.step()
-            expected.step()
-            assert scheduler.get_last_lr() == expected.get_last_lr()
-            assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
-
-
-@pytest.mark.cpu_only  # the names of passes
 @pytest.mark.cpu_only  # the names of passes
 def test_a_scheduler_on_the_inner_optimizer_leaves_the_fused_path_fused(
     device: torch.device,
 ) -> None:
     inner = FusedAdam([ones(1000, device=device)])
-    scheduler = SCHEDULERS["StepLR"](inner)
+    scheduler = lr_scheduler.StepLR(inner, 1, gamma=0.5)
     optimizer = fp16_utils.FP16_Optimizer(inner, 128.0, verbose=False)
     for _ in range(STEPS_TO_COUNT_PASSES):
         optimizer.backward(pull(*((param, 1.0) for param in optimizer.all_fp16_params)))
@@ -128,60 +63,6 @@ def test_a_scheduler_on_the_inner_optimizer_leaves_the_fused_path_fused(
             optimizer.step()
         scheduler.step()
     assert names == ["apex_mp::check_pass", "apex_mp::adam_pass"]
-
-
-# Hooks.
-
-HOOKS: dict[str, Callable[[Any, Any], list[Any]]] = {
-    "on the wrapper": lambda optimizer, hook: [
-        optimizer.register_step_pre_hook(hook("pre")),
-        optimizer.register_step_post_hook(hook("post")),
-    ],
-    "on the inner": lambda optimizer, hook: [
-        optimizer.optimizer.register_step_pre_hook(hook("pre")),
-        optimizer.optimizer.register_step_post_hook(hook("post")),
-    ],
-    "on all": lambda optimizer, hook: [
-        register_optimizer_step_pre_hook(hook("pre")),
-        register_optimizer_step_post_hook(hook("post")),
-    ],
-}
-
-
-@contextmanager
-def recorded_hooks(where: str, optimizer: Any) -> Iterator[list[str]]:
-    seen: list[str] = []
-
-    def hook(name: str) -> Any:
-        def call(given: Any, args: Any, kwargs: Any) -> None:
-            assert given is (optimizer if where == "on the wrapper" else optimizer.optimizer)
-            seen.append(name)
-
-        return call
-
-    handles = HOOKS[where](optimizer, hook)
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@faces
-@probes
-@pytest.mark.parametrize("where", HOOKS)
-def test_hooks_run_once_for_each_real_step(
-    where: str, probe: Any, face: Any, device: torch.device
-) -> None:
-    optimizer = face(probe([ones(2, device=device)]), 128.0, verbose=False)
-    with recorded_hooks(where, optimizer) as seen:
-        for value, expected in ((1.0, ["pre", "post"]), (INF, []), (1.0, ["pre", "post"])):
-            seen.clear()
-            run_step(optimizer, value)
-            assert seen == expected
-    seen.clear()
-    run_step(optimizer)
-    assert seen == []
 
 
 # torch.amp.GradScaler.
@@ -272,17 +153,3 @@ def test_masters_do_not_keep_a_dropped_optimizer_alive(probe: Any, device: torch
     inner.param_groups[0]["params"][0].grad = torch.ones(2, device=device)
     inner.step()
     assert_grads(grads_used(inner), 1.0)
-
-
-@faces
-@probes
-def test_hooks_of_the_wrapper_see_the_model_before_and_after(
-    probe: Any, face: Any, device: torch.device
-) -> None:
-    weight = ones(2, device=device)
-    optimizer = face(probe([weight], lr=0.5, weight_decay=0.0), 128.0, verbose=False)
-    seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append(weight[0].item()))
-    optimizer.register_step_post_hook(lambda *_: seen.append(weight[0].item()))
-    run_step(optimizer)
-    assert seen == [1.0, 0.5]

@@ -11,7 +11,6 @@ from fp16_cases import (
     F32,
     F64,
     INF,
-    PROBES,
     STEPS_TO_COUNT_PASSES,
     assert_grads,
     faces,
@@ -72,31 +71,6 @@ def test_low_precision_parameters_get_masters_in_place(
     assert optimizer.all_fp16_params == [params[0], params[2]]
     assert optimizer.all_fp32_from_fp16_params == [half, bfloat]
     assert optimizer.all_fp32_from_fp32_params == [params[1], params[3]]
-
-
-@probes
-def test_a_master_lies_in_memory_as_its_parameter_does(probe: Any, device: torch.device) -> None:
-    dense = ones(2, 3, 4, 5, device=device)
-    nhwc = torch.nn.Parameter(
-        torch.arange(120.0).reshape(2, 3, 4, 5).half().to(device, memory_format=torch.channels_last)
-    )
-    strided = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4).half().to(device).t())
-    scalar = parameter(2.0, F16, device)
-    empty = ones(0, device=device)
-    params = [dense, nhwc, strided, scalar, empty]
-    optimizer = wrap(probe(params, lr=0.5, weight_decay=0.0))
-    starts = [param.detach().clone() for param in params]
-    for master, param in zip(masters_of(optimizer), params, strict=True):
-        assert master.shape == param.shape
-        assert torch.equal(master, param.float())
-    grads = [torch.rand_like(param) + 1 for param in params]
-    optimizer.backward(pull(*zip(params, grads, strict=True)))
-    assert_grads(master_grads(optimizer), *(grad.float() for grad in grads))
-    optimizer.step()
-    for param, start, grad in zip(params, starts, grads, strict=True):
-        move = 0.5 * (grad.float() if probe is PROBES["fused sgd"] else grad.float().sign())
-        expected = (start.float() - move).half()
-        torch.testing.assert_close(param.detach(), expected, rtol=1e-3, atol=0.0)
 
 
 @faces
@@ -160,53 +134,6 @@ def test_what_the_inner_optimizer_knew_moves_to_the_masters(device: torch.device
 
 
 # Gradients of masters.
-
-
-@faces
-@probes
-@pytest.mark.parametrize("update", [True, False])
-def test_param_groups_show_unscaled_gradients(
-    update: bool, probe: Any, face: Any, device: torch.device
-) -> None:
-    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, BF16)]
-    grads = [torch.tensor([2.0**-20, 3.0]), torch.tensor([2.0**-40, 5.0]), torch.tensor([7.0, 0.0])]
-    optimizer = wrap(probe(params), face)
-    optimizer.backward(pull(*zip(params, grads, strict=True)), update_master_grads=update)
-    if not update:
-        optimizer.update_master_grads()
-    assert_grads(master_grads(optimizer), *grads)
-    assert_grads(optimizer.inspect_master_grad_data()[0], *grads)
-    assert all(param.grad.dtype == F32 for param in masters_of(optimizer))
-    optimizer.step()
-    assert_grads(grads_used(optimizer), *grads)
-
-
-@faces
-@probes
-@pytest.mark.parametrize("edit", ["in place", "assigned", "data", "to None", "one to None"])
-def test_edits_of_gradients_count(edit: str, probe: Any, face: Any, device: torch.device) -> None:
-    params = [ones(2, dtype=dtype, device=device) for dtype in (F16, F32, BF16)]
-    optimizer = wrap(probe(params), face)
-    optimizer.backward(pull(*((param, 3.0) for param in params)))
-    expected: list[Any] = [6.0, 6.0, 6.0]
-    for master in masters_of(optimizer):
-        if edit == "in place":
-            master.grad.mul_(2.0)
-        elif edit == "data":
-            master.grad.data.add_(3.0)
-        elif edit == "assigned":
-            master.grad = torch.full_like(master, 6.0).detach()
-        elif edit == "to None":
-            master.grad = None
-    if edit == "to None":
-        expected = [None, None, None]
-    if edit == "one to None":
-        del masters_of(optimizer)[0].grad
-        expected = [None, 3.0, 3.0]
-    assert_grads(master_grads(optimizer), *expected)
-    assert optimizer.overflow is False
-    optimizer.step()
-    assert_grads(grads_used(optimizer), *expected)
 
 
 @faces
@@ -297,27 +224,6 @@ def test_loading_a_model_and_copying_it_to_the_masters_as_old_code_does(
 
 @faces
 @probes
-def test_a_group_can_be_added_in_mid_training(probe: Any, face: Any, device: torch.device) -> None:
-    first = ones(2, device=device)
-    optimizer = wrap(probe([first], lr=0.25, weight_decay=0.0), face)
-    group = optimizer.param_groups[0]
-    optimizer.backward(pull((first, 1.0)))
-    optimizer.step()
-    low, own = ones(3, device=device), ones(1, dtype=F32, device=device)
-    optimizer.add_param_group({"params": [low, own], "lr": 0.5})
-    assert optimizer.param_groups[0] is group
-    assert len(optimizer.param_groups) == len(optimizer.fp32_groups_flat) == 2
-    assert optimizer.fp16_groups == [[first], [low]]
-    optimizer.zero_grad()
-    optimizer.backward(pull((first, 1.0), (low, 1.0), (own, 1.0)))
-    assert_grads(master_grads(optimizer), 1.0, 1.0, 1.0)
-    optimizer.step()
-    for param, expected in ((first, 0.5), (low, 0.5), (own, 0.5)):
-        torch.testing.assert_close(param.detach(), torch.full_like(param, expected))
-
-
-@faces
-@probes
 def test_a_refused_group_changes_nothing(probe: Any, face: Any, device: torch.device) -> None:
     weight = ones(2, device=device)
     optimizer = wrap(probe([weight]), face)
@@ -328,33 +234,6 @@ def test_a_refused_group_changes_nothing(probe: Any, face: Any, device: torch.de
     optimizer.backward(pull((weight, 3.0)))
     optimizer.step()
     assert_grads(grads_used(optimizer), 3.0)
-
-
-@faces
-@probes
-@pytest.mark.parametrize("update", [True, False])
-def test_a_parameter_can_be_unfrozen_in_mid_training(
-    update: bool, probe: Any, face: Any, device: torch.device
-) -> None:
-    trained, frozen = ones(2, device=device), ones(3, device=device).requires_grad_(False)
-    optimizer = wrap(probe([frozen, trained], lr=0.25, weight_decay=0.0), face)
-    listed = optimizer.param_groups[0]["params"]
-    optimizer.backward(pull((trained, 1.0)), update_master_grads=update)
-    optimizer.step()
-    assert listed[0] is frozen
-    assert bool((frozen == 1.0).all())
-    kept = listed[1]
-    frozen.requires_grad_(True)
-    for _ in range(2):
-        optimizer.zero_grad()
-        optimizer.backward(pull((trained, 1.0), (frozen, 1.0)), update_master_grads=update)
-        optimizer.step()
-    assert optimizer.param_groups[0]["params"] is listed
-    assert listed[1] is kept  # Its moments are still its own.
-    assert listed[0].dtype == F32
-    torch.testing.assert_close(trained.detach(), torch.full_like(trained, 0.25))
-    torch.testing.assert_close(frozen.detach(), torch.full_like(frozen, 0.5))
-    assert sum(flat.numel() for flat in optimizer.fp32_groups_flat) == 5
 
 
 @faces

@@ -85,45 +85,6 @@ def test_the_state_of_a_torch_adam_is_loaded(
     assert {float(optimizer.state[master]["step"]) for master in masters} == {4.0}
 
 
-PLAIN_DAMAGES: dict[str, tuple[Any, str]] = {
-    "a group too few": (
-        lambda state: state["param_groups"].pop(),
-        "the saved optimizer has 1 parameter groups, this one has 2; they must match",
-    ),
-    "a parameter too many": (
-        lambda state: state["param_groups"][1]["params"].append(3),
-        "group 1 of the saved optimizer has 3 parameters, that of this one has 2",
-    ),
-    "another shape": (
-        lambda state: state["state"][2].update(exp_avg=torch.ones(6)),
-        "exp_avg of parameter 1 in group 1 has shape [6], its parameter [5]; they must match",
-    ),
-    "no state": (lambda state: state.pop("state"), "keys ['state'] are missing"),
-    "a step that is none": (lambda state: state["state"][2].update(step=None), "None"),
-}
-
-
-@pytest.mark.parametrize("case", PLAIN_DAMAGES)
-@adams
-@faces
-def test_a_plain_state_that_does_not_fit_changes_nothing(
-    face: Any, make: Any, case: str, device: torch.device
-) -> None:
-    damage, words = PLAIN_DAMAGES[case]
-    state = copy.deepcopy(trained_plain(torch.optim.Adam, device).state_dict())
-    damage(state)
-    params = params_of(device, offset=1.0)
-    optimizer = face(make(groups(params)), 64.0, verbose=False)
-    optimizer.backward(pull(*((param, 1.0) for param in params)))
-    optimizer.step()
-    before, options = everything(optimizer, *params), str(optimizer.param_groups)
-    with pytest.raises((TypeError, ValueError)) as raised:
-        optimizer.load_state_dict(state)
-    assert words in str(raised.value)
-    assert_same(everything(optimizer, *params), before)
-    assert str(optimizer.param_groups) == options
-
-
 @faces
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_grad_scalers_state_gives_the_loss_scale_and_nothing_else(

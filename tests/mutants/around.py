@@ -70,7 +70,7 @@ CHECKPOINTS = {
         "fp16_optimizer_checkpoints",
     ),
     "an inner optimizer keeps a state that it refused": Mutant(
-        "load", "optimizer.state, optimizer.param_groups = before", "", "fp16_optimizer_checkpoints"
+        "load", "optimizer.state, optimizer.param_groups = before", "", "ways_files"
     ),
     "a refused state changes the first loss scales": Mutant(
         "load_scales", "scaler.value = value", "", "amp_checkpoints"

@@ -27,7 +27,7 @@ DRAWN = {
         "run_cpu",
     ),
     "the gradient of a master cannot be set": Mutant(
-        "store_grad", "_TENSOR_GRAD.__set__(param, grad)", "", "fp16_optimizer_masters"
+        "store_grad", "_TENSOR_GRAD.__set__(param, grad)", "", "ways_gradients"
     ),
     "groups are adopted one by one until one is refused": Mutant(
         "FP16_Optimizer.__init__",
@@ -96,6 +96,6 @@ DRAWN = {
         "_step_ours",
         "None if clip is None else clip.max_norm",
         "None",
-        "grad_scaler_clip",
+        "ways_gradients",
     ),
 }

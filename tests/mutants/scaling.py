@@ -51,7 +51,7 @@ AMP = {
         "Masters.adopt",
         "param.dtype in LOW_PRECISION and param.requires_grad",
         "param.dtype in LOW_PRECISION",
-        "amp_masters",
+        "ways_gradients",
     ),
     "masters begin with rounded values": Mutant(
         "master_of", "originals.get(param, param)", "param", "amp_masters"
@@ -177,31 +177,31 @@ SCALER = {
         "_step_fused",
         "[] if iteration.clip is None else [iteration.clip.divisor]",
         "[]",
-        "grad_scaler_clip",
+        "ways_gradients",
     ),
     "a clip is forgotten by unscale_": Mutant(
         "GradScaler._unscale",
         "inv_scale = inv_scale / clip.divisor",
         "",
-        "grad_scaler_clip",
+        "ways_gradients",
     ),
     "a clip makes small gradients larger": Mutant(
         "found_inf.clip_divisor",
         "torch.clamp((norm.double() + _ADDED_TO_NORM) / max_norm, min=1.0)",
         "(norm.double() + _ADDED_TO_NORM) / max_norm",
-        "grad_scaler_clip",
+        "ways_gradients",
     ),
     "the norm is that of scaled gradients": Mutant(
         "stepping.clip",
         "scaler._measure(iteration, grads, scale).norm(scale.device) / scale",
         "scaler._measure(iteration, grads, scale).norm(scale.device)",
-        "grad_scaler_clip",
+        "ways_gradients",
     ),
     "an infinite norm makes gradients NaN before they are counted": Mutant(
         "found_inf.clip_divisor",
         "torch.where(norm.isfinite(), divisor, 1.0)",
         "divisor",
-        "grad_scaler_skips",
+        "ways_skips",
     ),
     "what clipping has found is looked for again": Mutant(
         "GradScaler._check_inf_per_device",
@@ -363,6 +363,6 @@ SCALER = {
         "lost_updates",
     ),
     "the model is kept alive": Mutant(
-        "GradScaler.__init__", "weakref.ref(model)", "lambda: model", "grad_scaler_skips"
+        "GradScaler.__init__", "weakref.ref(model)", "lambda: model", "ways_skips"
     ),
 }

@@ -6,13 +6,13 @@ from mutant import Mutant
 
 FP16_UTILS = {
     "a legacy step gets no loss scale": Mutant(
-        "_step_legacy", "float(scale)", "1.0", "fp16_optimizer_in_torch"
+        "_step_legacy", "float(scale)", "1.0", "ways_gradients"
     ),
     "a backward that raised leaves scaled gradients": Mutant(
         "FP16_Optimizer.backward",
         "self._grads.abandon_backward()",
         "",
-        "fp16_optimizer_accumulation",
+        "ways_gradients",
     ),
     "clipping after a step is undone": Mutant(
         "FP16_Optimizer.clip_master_grads",
@@ -48,10 +48,10 @@ FP16_UTILS = {
         "StepRecord.end",
         "self.skips_in_a_row + 1 if skipped else 0",
         "self.skips_in_a_row + skipped",
-        "fp16_optimizer_overflow",
+        "ways_skips",
     ),
     "a skipped step is no step for schedulers": Mutant(
-        "StepRecord.end", "_mark_step_called(self._optimizer())", "", "fp16_optimizer_in_torch"
+        "StepRecord.end", "_mark_step_called(self._optimizer())", "", "ways_gradients"
     ),
     "the first overflow is dated one step late": Mutant(
         "DynamicLossScaler.update_scale",
@@ -114,19 +114,19 @@ FP16_UTILS = {
         "MasterStore.whole",
         "joined(param, kept, out=kept)",
         "kept",
-        "master_weights_in_loops",
+        "ways_gradients",
     ),
     "MasterWeights forgets a clip": Mutant(
         "Float32Grads.of",
         "factor / clip_divisor(step.clip_norm, step.clip_to)",
         "factor",
-        "master_weights_in_loops",
+        "ways_gradients",
     ),
     "MasterWeights takes a step that is to be skipped": Mutant(
         "MasterWeights.__step_own",
         "step.result.outcome.found_inf",
         "False",
-        "master_weights_in_loops",
+        "ways_skips",
     ),
     "MasterWeights steps some parameters in 16 bits": Mutant(
         "MasterWeights._masters_for_step",
@@ -234,7 +234,7 @@ OPTIMIZERS = {
         "Engine.step", "not plan.has_run", "True", "random_programs_today"
     ),
     "a skipped first step fills momentum": Mutant(
-        "Engine.step", "outcome.found_inf", "False", "fused_sgd_in_wrappers"
+        "Engine.step", "outcome.found_inf", "False", "ways_skips"
     ),
     "torch.optim.Adam gets the other decay": Mutant(
         "FusedAdam._add_names_of_others",
@@ -436,6 +436,6 @@ OPTIMIZERS = {
         "_like_param",
         "_LIKE_PARAM if rule is None else (*rule.layout.tensors, 'master_param')",
         "_LIKE_PARAM",
-        "fused_rules_in_wrappers",
+        "ways_files",
     ),
 }

@@ -150,7 +150,7 @@ def test_a_compiled_function_that_steps_is_not_compiled_anew_when_lr_changes(
     assert not compilations
 
 
-# --- torch's GradScaler; for its skips see test_fused_rules_in_wrappers.py.
+# --- torch's GradScaler; for its skips see test_ways_skips.py.
 
 
 @each_subject

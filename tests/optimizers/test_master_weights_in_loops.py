@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ import torch
 from master_weights_cases import (
     BF16,
     F16,
-    both_kinds,
     check,
     give_grads,
     in_float32,
-    masters_of,
     new_params,
 )
 from tolerances import assert_same_bits
@@ -41,103 +38,6 @@ class Model(nn.Module):
         return self.b(hidden).float() * self.scale
 
 
-def trained(
-    optimizer: Any, model: Model, scaler: Any, clip: float | None = None, bad: tuple[int, ...] = ()
-) -> Iterator[int]:
-    """Train six steps, of which some overflow, and yield before each update of the scale."""
-    for step in range(6):
-        torch.manual_seed(step)
-        x = torch.randn(5, 8, device=model.scale.device)
-        loss = model(x).square().mean() * (float("inf") if step in bad else 1.0)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        yield step
-        if clip is not None:
-            scaler.clip_grad_norm_(optimizer, clip)
-        scaler.step(optimizer)
-        scaler.update()
-
-
-def adamw_twin(model: Model) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    twins = [nn.Parameter(param.detach().float()) for param in model.parameters()]
-    for twin, param in zip(twins, model.parameters(), strict=True):
-        twin.requires_grad_(param.requires_grad)
-    return twins, torch.optim.AdamW(twins, lr=0.01)
-
-
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("fused", [False, True])
-@both_kinds
-def test_under_our_scaler_no_digit_of_a_gradient_is_lost(
-    clip: float | None, fused: bool, kind: Any, device: torch.device
-) -> None:
-    model = Model(F16, device)
-    twins, twin = adamw_twin(model)
-    optimizer = MasterWeights(
-        model.parameters(), torch.optim.AdamW, lr=0.01, fused=fused, master_weights=kind
-    )
-    scaler = GradScaler(device.type, init_scale=2.0**12)
-    for step in trained(optimizer, model, scaler, clip, bad=(0, 3)):
-        if step in (0, 3):
-            continue
-        for param, of_twin in zip(model.parameters(), twins, strict=True):
-            if param.grad is not None:
-                of_twin.grad = param.grad.float() / scaler.get_scale()
-        if clip is not None:
-            nn.utils.clip_grad_norm_([param for param in twins if param.requires_grad], clip)
-        twin.step()
-    assert scaler.get_scale() == 2.0**10
-    kept = masters_of(optimizer)
-    for param, of_twin in zip(model.parameters(), twins, strict=True):
-        # A clip factor is rounded otherwise.
-        torch.testing.assert_close(
-            kept.get(param, param).detach().float(), of_twin.detach(), rtol=1e-5, atol=1e-6
-        )
-        assert param.requires_grad == (param in optimizer.state)
-
-
-def test_a_skipped_step_changes_nothing_and_is_reported(device: torch.device) -> None:
-    model = Model(F16, device)
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.01)
-    scaler = GradScaler(device.type, init_scale=2.0**12, model=model)
-    before = [param.detach().clone() for param in model.parameters()]
-    for step in trained(optimizer, model, scaler, bad=(0,)):
-        if step == 1:
-            break
-    assert scaler.step_was_skipped(optimizer)
-    assert scaler.overflow_report(optimizer)[0].name == "a.weight"
-    assert not optimizer.state
-    for param, expected in zip(model.parameters(), before, strict=True):
-        assert_same_bits(param.detach(), expected)
-
-
-def test_torchs_scaler_steps_it_as_a_fused_optimizer(device: torch.device) -> None:
-    ours, theirs = Model(F16, device), Model(F16, device)
-    result = []
-    for model, scaler in ((ours, GradScaler), (theirs, torch.amp.GradScaler)):
-        optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.01)
-        [*trained(optimizer, model, scaler(device.type, init_scale=2.0**12), bad=(2,))]
-        result.append([param.detach() for param in model.parameters()])
-    for one, other in zip(*result, strict=True):
-        assert_same_bits(one, other)
-
-
-def test_after_unscale_gradients_of_the_model_are_clipped_and_stepped(device: torch.device) -> None:
-    model = Model(F16, device)
-    twins, twin = adamw_twin(model)
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.01)
-    scaler = GradScaler(device.type, init_scale=2.0**12)
-    for _ in trained(optimizer, model, scaler):
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        for param, of_twin in zip(model.parameters(), twins, strict=True):
-            of_twin.grad = None if param.grad is None else param.grad.float()
-        twin.step()
-    kept = masters_of(optimizer)
-    for param, of_twin in zip(model.parameters(), twins, strict=True):
-        assert_same_bits(kept.get(param, param).detach().float(), of_twin.detach())
-
-
 def test_muon_and_adamw_share_a_scaler(device: torch.device) -> None:
     model = Model(F16, device)
     matrices = [model.a.weight, model.b.weight]
@@ -156,32 +56,6 @@ def test_muon_and_adamw_share_a_scaler(device: torch.device) -> None:
             scaler.step(optimizer)
         scaler.update()
     assert losses[-1] < 0.8 * losses[0]
-
-
-def test_groups_schedulers_and_hooks_are_the_optimizers_own(device: torch.device) -> None:
-    params = new_params(None, BF16, device)
-    twins = in_float32(params)
-    calls: list[Any] = []
-    pairs = []
-    for each, make in ((params, MasterWeights), (twins, None)):
-        groups = [{"params": each[:1], "lr": 0.5}, {"params": each[1:2]}]
-        args: Any = (groups, torch.optim.SGD) if make else (groups,)
-        optimizer = (make or torch.optim.SGD)(*args, lr=0.1, momentum=0.9)
-        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        pairs.append((optimizer, scheduler))
-    for step in range(4):
-        if step == 2:
-            for (optimizer, _), each in zip(pairs, (params, twins), strict=True):
-                optimizer.add_param_group({"params": each[2:], "lr": 0.2})
-        give_grads(params, twins, step)
-        calls.clear()
-        for optimizer, scheduler in pairs:
-            optimizer.step()
-            scheduler.step()
-        assert calls == ["before", "after"] * 2
-        check(pairs[0][0], params[: 4 if step > 1 else 2], twins[: 4 if step > 1 else 2])
 
 
 def test_names_of_the_optimizers_own_are_left_to_it(device: torch.device) -> None:
@@ -203,23 +77,6 @@ def test_names_of_the_optimizers_own_are_left_to_it(device: torch.device) -> Non
         give_grads(params, twins, step)
         optimizer.step()
         twin.step()
-    check(optimizer, params, twins)
-
-
-def test_a_weight_that_was_written_replaces_its_master(device: torch.device) -> None:
-    params = new_params(None, BF16, device)
-    twins = in_float32(params)
-    optimizer = MasterWeights(params, torch.optim.SGD, lr=0.1, master_weights="float32")
-    twin = torch.optim.SGD(twins, lr=0.1)
-    give_grads(params, twins, 0)
-    optimizer.step()
-    twin.step()
-    with torch.no_grad():
-        params[1].fill_(3.0)
-        twins[1].fill_(3.0)
-    params[0].data = params[0].data.clone()  # Moved, and not written.
-    optimizer.step()
-    twin.step()
     check(optimizer, params, twins)
 
 

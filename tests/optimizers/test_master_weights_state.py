@@ -3,56 +3,15 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
-from typing import Any
 
 import pytest
 import torch
-from master_weights_cases import BF16, both_kinds, give_grads, in_float32, masters_of, new_params
+from master_weights_cases import BF16, give_grads, in_float32, new_params
 from tolerances import assert_same_bits
 from torch import nn
 
 from apex_mp import AveragedMasters, convert
-from apex_mp.optimizers import FusedAdam, MasterWeights
-
-
-@both_kinds
-def test_checkpoints_and_copies_go_on_to_the_bit(kind: Any, device: torch.device) -> None:
-    params = new_params(None, BF16, device)
-    twins = in_float32(params)
-    optimizer = MasterWeights(params, torch.optim.AdamW, lr=0.1, master_weights=kind)
-    for step in range(3):
-        give_grads(params, twins, step)
-        optimizer.step()
-    file = io.BytesIO()
-    torch.save((optimizer.state_dict(), [param.detach() for param in params]), file)
-    file.seek(0)
-    saved, weights = torch.load(file)
-    assert saved["state"][0]["master_param"].dtype == torch.float32
-    loaded = [nn.Parameter(weight) for weight in weights]
-    of_loaded = MasterWeights(loaded, torch.optim.AdamW, lr=0.7, master_weights=kind)
-    of_loaded.load_state_dict(saved)
-    fused = [nn.Parameter(param.detach().clone()) for param in params]
-    of_fused = FusedAdam(fused, lr=0.1, weight_decay=0.01, master_weights=True)
-    of_fused.load_state_dict(copy.deepcopy(saved))
-    copied, of_copied = copy.deepcopy((params, optimizer))
-    pickled, of_pickled = pickle.loads(pickle.dumps((params, optimizer)))
-    for step in range(3, 6):
-        give_grads(params, twins, step)
-        optimizer.step()
-        others = ((loaded, of_loaded), (copied, of_copied), (pickled, of_pickled))
-        for others_params, other in others:
-            assert type(other) is type(optimizer)
-            give_grads(others_params, twins, step)
-            other.step()
-            for param, expected in zip(others_params, params, strict=True):
-                assert_same_bits(param.detach(), expected.detach())
-        give_grads(fused, twins, step)
-        of_fused.step()
-    masters = masters_of(optimizer)
-    for param, expected in zip(fused, params, strict=True):
-        torch.testing.assert_close(of_fused.master(param), masters[expected])
+from apex_mp.optimizers import MasterWeights
 
 
 def test_the_checkpoint_of_the_optimizer_alone_is_loaded_both_ways(device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -164,26 +163,6 @@ def train(optimizer: Any, steps: range) -> None:
     for step in steps:
         give_grads(optimizer.param_groups[0]["params"], step)
         optimizer.step()
-
-
-@each_rounding
-@pytest.mark.parametrize("masters", ["float32", True])
-def test_a_checkpoint_goes_on_to_the_bit(
-    masters: Any, stochastic: bool, device: torch.device
-) -> None:
-    options = {"moment_dtype": BF16, "stochastic_rounding": stochastic}
-    make = functools.partial(FusedAdam, lr=0.01, master_weights=masters, **options)
-    params = make_params(device, F16)
-    first = make(params)
-    train(first, range(3))
-    second = make(copies_of(params))
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    train(first, range(3, 6))
-    train(second, range(3, 6))
-    for param, twin in zip(params, second.param_groups[0]["params"], strict=True):
-        assert_same_bits(first.master(param), second.master(twin))
-        for name, moment in moments_of(first.state[param]).items():
-            assert_same_bits(moment, second.state[twin][name])
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(F32, BF16), (BF16, F32)])

@@ -5,9 +5,7 @@ Without a GPU the stand-in of offload_cases.py takes its place.
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,14 +23,11 @@ from offload_cases import (
     train,
 )
 from tolerances import assert_near, assert_same_bits
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import nn
 
 from apex_mp import AveragedMasters, amp, convert
 from apex_mp.core import transfers
 from apex_mp.engine import host_steps
-from apex_mp.fp16_utils import FP16_Optimizer
-from apex_mp.optimizers import FusedAdam
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 each_dtype = pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
@@ -157,32 +152,6 @@ def test_only_a_few_buckets_are_in_page_locked_memory(
 # --- Loss scales, clips, skips.
 
 
-def scaled_loop(optimizer: Any, params: list[Parameter], scaler: Any, clip: bool) -> list[Tensor]:
-    norms = []
-    for step in range(6):
-        scaler.scale(torch.ones((), device=params[0].device))
-        give_grads(params, step, scaler.get_scale())
-        if step == 2:
-            params[3].grad = torch.full_like(params[3], float("inf"))
-        if clip:
-            norms.append(scaler.clip_grad_norm_(optimizer, 0.5))
-        scaler.step(optimizer)
-        scaler.update()
-    return norms
-
-
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("make", ["Adam", "SGD, dampened", "LAMB"])
-def test_grad_scaler_skips_and_clips(make: str, clip: bool, device: torch.device) -> None:
-    both = pair(OPTIMIZERS[make], device, F16)
-    scalers = [amp.GradScaler(device.type, init_scale=128.0) for _ in both]
-    norms = [scaled_loop(*one, scaler, clip) for one, scaler in zip(both, scalers, strict=True)]
-    assert_equal(both)
-    for plain, offloaded in zip(*norms, strict=True):
-        assert_near(offloaded, plain)
-    assert [scaler.get_scale() for scaler in scalers] == [64.0, 64.0]
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_grad_scaler_of_torch_leaves_unscaled_gradients(
     dtype: torch.dtype, device: torch.device
@@ -198,21 +167,6 @@ def test_grad_scaler_of_torch_leaves_unscaled_gradients(
     for param, other in zip(both[0][1], both[1][1], strict=True):
         if param.grad is not None:
             assert_same_bits(other.grad, param.grad)
-
-
-def test_fp16_optimizer_has_it_inside(device: torch.device) -> None:
-    both = []
-    for offload in (False, True):
-        params = params_of(device, F16)
-        inner = FusedAdam(params, lr=0.01, offload=offload)
-        optimizer = FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
-        for _ in range(3):
-            optimizer.backward(sum((param.float() ** 2).sum() for param in params))
-            optimizer.clip_master_grads(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        both.append((inner, params))
-    assert_equal(both)
 
 
 @pytest.mark.cpu_only
@@ -247,21 +201,6 @@ def test_weights_count_that_are_written_in_any_step(
     assert_equal(both)
 
 
-def test_a_group_is_added_and_options_change(device: torch.device) -> None:
-    both = pair(OPTIMIZERS["Adam"], device, F16)
-    for optimizer, params in both:
-        train(optimizer, params, range(2))
-        more = params_of(device, F16, [(9, 600)], seed=2)
-        optimizer.add_param_group({"params": more, "lr": torch.tensor(0.1, device=device)})
-        params += more
-        train(optimizer, params, range(2, 4))
-        optimizer.param_groups[0]["betas"] = (0.5, 0.9)
-        train(optimizer, params, range(4, 6))
-        optimizer.param_groups[1]["lr"] = 0.1  # Else the options hold tensors.
-        optimizer.param_groups[1]["lr"] = float(optimizer.param_groups[1]["lr"])
-    assert_equal(both)
-
-
 @pytest.mark.parametrize("make", ["Adam", "Adam, split", "SGD, dampened"])
 @pytest.mark.parametrize("to", [False, True])
 def test_a_file_is_read_with_and_without_offload(make: str, to: bool, device: torch.device) -> None:
@@ -281,18 +220,6 @@ def test_a_file_is_read_with_and_without_offload(make: str, to: bool, device: to
     assert_equal(both)
     assert_equal(resumed)
     assert_equal([both[0], resumed[1]])
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_a_copy_goes_on(copied: Callable[[Any], Any], device: torch.device) -> None:
-    params = params_of(device, F16)
-    optimizer = OPTIMIZERS["Adam"](params, offload=True)
-    train(optimizer, params, range(3))
-    other, others = copied((optimizer, params))
-    train(optimizer, params, range(3, 5))
-    train(other, others, range(3, 5))
-    assert other.offload
-    assert_equal([(optimizer, params), (other, others)])
 
 
 @pytest.mark.parametrize("make", ["Adam", "Adam, split"])

@@ -118,7 +118,7 @@ def _step_ours(
     try:
         value: float | None = optimizer.step(*args, **kwargs)
     finally:
-        del optimizer.scaled_step
+        optimizer.__dict__.pop("scaled_step", None)  # A Ctrl-C may come where it is hidden.
         optimizer.__dict__.pop("grad_scale", None)  # It is used up, as by torch's.
         result = step.result
         if result is None:  # A function around the step leaves it out, or has raised.
