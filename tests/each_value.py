@@ -23,11 +23,18 @@ def cases_with_each_value(cases: Iterable[Any]) -> list[Any]:
     return chosen or cases
 
 
-def values_of(case: Any) -> set[tuple[str, str]]:
-    """Return the name and the text of each parameter of a case; some values say their parts."""
+def values_of(case: Any) -> set[tuple[str, ...]]:
+    """Return the name and the text of each parameter of a case.
+
+    A value with `parts` has each of them, and the first one beside each other parameter.
+    """
     callspec = getattr(case, "callspec", None)
-    return {
-        (name, part)
-        for name, value in (callspec.params.items() if callspec else ())
-        for part in getattr(value, "parts", (str(value),))
-    }
+    params = callspec.params if callspec else {}
+    values: set[tuple[str, ...]] = {(name, str(value)) for name, value in params.items()}
+    for name, value in params.items():
+        if not hasattr(value, "parts"):
+            continue
+        values = {each for each in values if each[0] != name}
+        values |= {(*each, value.parts[0]) for each in values}
+        values |= {(name, part) for part in value.parts}
+    return values

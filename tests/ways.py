@@ -83,9 +83,10 @@ class Way:
         return f"{self.api}, {self.store}, {self.inner}"
 
     @property
-    def parts(self) -> tuple[str, str]:
+    def parts(self) -> tuple[str, ...]:
         """What the cases that run by default have each of: see each_value.py."""
-        return f"{self.api}, {self.store}", self.inner
+        kind = "fused" if self.inner in FUSED else "torch's" if self.inner in OF_TORCH else "other"
+        return self.api, f"{self.api}, {self.store}, {kind}", self.inner
 
     def plain(self, params: Any) -> Any:
         """Make the optimizer without masters."""

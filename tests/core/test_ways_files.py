@@ -20,6 +20,7 @@ FIRST = [None, None, INF, INF, None, None, None, None, INF, None]
 SECOND = [None, INF, None, None, None, None, INF, None]
 
 
+@pytest.mark.every_case
 @ways_with("torch's interface")
 @pytest.mark.parametrize("late", [False, True], ids=["before a step", "after steps"])
 def test_a_run_goes_on_from_a_file_to_the_bit(late: bool, way: Way, device: torch.device) -> None:

@@ -153,6 +153,7 @@ def assert_near(run: Run, twin: Twin) -> None:
         torch.testing.assert_close(master.detach(), wanted.detach(), rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.every_case
 @ways_with()
 def test_a_clip_returns_the_norm_of_unscaled_gradients_and_counts(
     way: Way, device: torch.device
