@@ -6,13 +6,11 @@ import dataclasses
 import re
 
 import pytest
+from bugs import Bug
 from builder import OUT, Library, build
 from nets import RunNet, run
-from planted_bugs import PLANTED_BUGS, PlantedBug
-from planted_plan_bugs import PLANTED_PLAN_BUGS
-from planted_step_bugs import PLANTED_STEP_BUGS
+from planted import BUGS, plant, short_net
 
-ALL_BUGS = {**PLANTED_BUGS, **PLANTED_STEP_BUGS, **PLANTED_PLAN_BUGS}
 FAILED, ABORTED = 1, -6
 
 
@@ -21,12 +19,12 @@ class RunBug:
     """A job: plant the bug, build what it touches, and run its tests."""
 
     name: str
-    bug: PlantedBug
+    bug: Bug
 
     def __call__(self, libraries: dict[str, Library]) -> tuple[int, str]:
-        net = self.bug.short_net
+        net = short_net(self.bug)
         out = OUT / "bugs" / re.sub(r"\W+", "_", self.name)
-        self.bug.plant(out / "csrc")
+        plant(self.bug, out / "csrc")
         sound = libraries[net.grid]
         spoilt = build(out, grid=net.grid, sources_root=out / "csrc", unchanged=sound)
         return run(spoilt, net, ["--exitfirst", "--every-case"])
@@ -39,12 +37,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pytest.param(
             bug,
             marks=[
-                pytest.mark.job("without the bug", RunNet(bug.short_net, ("--every-case",))),
+                pytest.mark.job("without the bug", RunNet(short_net(bug), ("--every-case",))),
                 pytest.mark.job("with the bug", RunBug(name, bug)),
             ],
             id=name,
         )
-        for name, bug in ALL_BUGS.items()
+        for name, bug in BUGS.items()
     ]
     metafunc.parametrize("bug", params)
 
@@ -54,9 +52,9 @@ def last_test(output: str) -> str:
     return re.findall(r"^(tests/\S+::\w+(?:\[[^\]\n]*\])?) ", output, re.M)[-1]
 
 
-def test_a_planted_bug_is_caught(bug: PlantedBug, outcomes: dict[str, tuple[int, str]]) -> None:
+def test_a_planted_bug_is_caught(bug: Bug, outcomes: dict[str, tuple[int, str]]) -> None:
     status, output = outcomes["with the bug"]
     assert status in (FAILED, ABORTED), output[-20000:]
-    assert re.search(bug.caught_by, output), output[-20000:]
+    assert re.search(bug.words, output), output[-20000:]
     _, sound = outcomes["without the bug"]
     assert f"{last_test(output)} PASSED" in sound, f"{last_test(output)} fails without the bug"

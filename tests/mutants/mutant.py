@@ -1,4 +1,4 @@
-"""A wrong line for apex_mp/, with the test file that has to fail with it."""
+"""Mutants: bugs of apex_mp/, each an expression or a statement, by part of the package."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from bugs import Bug, read
+
 import apex_mp
 
+PARTS = [read(path) for path in sorted(Path(__file__).parent.glob("*.bugs"))]
+MUTANTS = {name: bug for part in PARTS for name, bug in part.items()}
 PACKAGE = Path(apex_mp.__file__).parent
 _SCOPES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -23,43 +27,34 @@ class Place(NamedTuple):
     index: int | None
 
 
-class Mutant(NamedTuple):
-    """A change of one expression or statement, whose place and layout do not matter.
+def places(bug: Bug) -> list[Place]:
+    """Return all places in the package of what a bug changes.
 
-    Attributes:
-        scope: The function that holds it, or the class or module outside of functions; with as
-            much before it, as in "GradScaler.step", as makes `before` the only one.
-        before: The expression or statement, as `ast.unparse` writes it.
-        after: What the mutant has instead; "" to leave a statement out.
-        tests: File in a folder of tests/, without "test_" and ".py".
+    Its scope is the function that holds it, or the class or module outside of functions; with as
+    much before it, as in "GradScaler.step", as makes `before` the only one. `before` is one
+    expression or statement, as `ast.unparse` writes it: its place and layout do not matter. Its
+    tests are a file in a folder of tests/, without "test_" and ".py".
     """
+    dotted = f".{bug.scope}"
+    scopes = [scope for scope in _index() if scope.endswith(dotted)]
+    return [place for scope in scopes for place in _texts(scope).get(bug.before, ())]
 
-    scope: str
-    before: str
-    after: str
-    tests: str
 
-    def places(self) -> list[Place]:
-        """Return all places of `before` in the package."""
-        dotted = f".{self.scope}"
-        scopes = [scope for scope in _index() if scope.endswith(dotted)]
-        return [place for scope in scopes for place in _texts(scope).get(self.before, ())]
-
-    def source(self) -> tuple[Path, str]:
-        """Return the file that is changed, and its text with the change."""
-        ((path, parent, field, index),) = self.places()
-        changed = ast.parse(self.after).body or [ast.Pass()]
-        old = getattr(parent, field)
-        is_statement = isinstance(old if index is None else old[index], ast.stmt)
-        new = changed if is_statement else [_expression(changed)]
-        if index is None:
-            setattr(parent, field, new[0])
-        else:
-            old[index : index + 1] = new
-        text = ast.unparse(_tree(path))
-        for cache in (_tree, _index, _texts):
-            cache.cache_clear()  # The tree is the mutant's now.
-        return path, text
+def planted(bug: Bug) -> tuple[Path, str]:
+    """Return the file that a bug changes, and its text with the change."""
+    ((path, parent, field, index),) = places(bug)
+    changed = ast.parse(bug.after).body or [ast.Pass()]
+    old = getattr(parent, field)
+    is_statement = isinstance(old if index is None else old[index], ast.stmt)
+    new = changed if is_statement else [_expression(changed)]
+    if index is None:
+        setattr(parent, field, new[0])
+    else:
+        old[index : index + 1] = new
+    text = ast.unparse(_tree(path))
+    for cache in (_tree, _index, _texts):
+        cache.cache_clear()  # The tree has the bug now.
+    return path, text
 
 
 def _expression(statements: list[ast.stmt]) -> ast.expr:

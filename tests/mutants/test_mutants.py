@@ -9,18 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutant import PACKAGE, Mutant
-from table import MUTANTS
+from bugs import Bug
+from mutant import MUTANTS, PACKAGE, planted
 
 TESTS = Path(__file__).parent.parent
 SOME_FAILED = 1
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=[*MUTANTS])
-def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+def test_a_mutant_is_caught(mutant: Bug, tmp_path: Path) -> None:
     copy = tmp_path / "apex_mp"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    path, source = mutant.source()
+    path, source = planted(mutant)
     (copy / path.relative_to(PACKAGE)).write_text(source)
     (tests,) = TESTS.glob(f"*/test_{mutant.tests}.py")
     # The folder of the copy comes first on the path; the root of the project does not come at all.
