@@ -217,7 +217,7 @@ PROGRAMS = {
     "unchecked": Program(step_unchecked, ("few_rows", *EACH_STEP)),
     "groups": Program(change_many_groups, ("upload", "few_chunks", "step<Adam>")),
     "split": Program(keep_state_in_16_bits, ("join", "split", *EACH_STEP)),
-    "bytes": Program(keep_moments_in_a_byte, ("read_codes", "write_codes", "step<Adam>")),
+    "bytes": Program(keep_moments_in_a_byte, ("read_codes", "write_codes", "codes<Adam>")),
     "skipped": Program(skip_steps, ("few_chunks", "step<Adam>", "unscale")),
     "graph": Program(replay_a_graph, ("few_chunks", "step<Adam>")),
     "lists": Program(replay_a_step_over_lists, ("upload", "few_rows", "step<Adam>")),

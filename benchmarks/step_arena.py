@@ -154,7 +154,7 @@ class Arena:
         optimizer: torch.optim.Optimizer,
         names: tuple[str, str] = ("exp_avg", "exp_avg_sq"),
         *,
-        narrow: bool = False,
+        dtype: torch.dtype = torch.float32,
         **more: Callable[[Tensor], object],
     ) -> None:
         """Give an optimizer the shared moments as its state, and what else it keeps.
@@ -162,11 +162,14 @@ class Arena:
         Args:
             optimizer: It.
             names: By which it has the moments.
-            narrow: Give it those in bfloat16.
+            dtype: Theirs: float32, bfloat16, or int8, which its first step makes.
             more: Names, and what makes the value of a parameter.
         """
+        if dtype == torch.int8:
+            return
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        shared = self.narrow_moments if narrow else (self.exp_avgs, self.exp_avg_sqs)
+        is_wide = dtype == torch.float32
+        shared = (self.exp_avgs, self.exp_avg_sqs) if is_wide else self.narrow_moments
         for param, *moments in zip(params, *shared, strict=True):
             state: dict[str, object] = {key: make(param) for key, make in more.items()}
             optimizer.state[param] = state | dict(zip(names, moments, strict=True))

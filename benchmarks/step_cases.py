@@ -34,6 +34,8 @@ ADAM_WITH_COPY = Pass("Adam with copy", 14, 14, "step_kernel")
 WITH_MASTERS = Pass("Adam, float32 masters", 16, 14, "step_kernel")
 SPLIT = Pass("Adam, split masters", 14, 12, "step_kernel")
 SPLIT_NARROW = Pass("Adam, split masters, bfloat16 moments", 10, 8, "step_kernel")
+# An exponent of one byte for 32 numbers of each moment is left out.
+SPLIT_BYTES = Pass("Adam, split masters, one-byte moments", 8, 6, "step_kernel")
 CHECK_AND_NORM = Pass("check with norm", 2, 0, "chunks_kernel")
 SCALER_CHECK = Pass("GradScaler's check", 4, 4)  # it writes what it multiplied by 1
 CHECK = Pass("check with norm, fp32", 4, 0)
@@ -80,7 +82,8 @@ def split(arena: Arena, half: list[Tensor], **options: Any) -> tuple[list[Tensor
     """FusedAdam with split masters, which notices if others write its weights."""
     params = parameters(arena.not_shared(half))
     optimizer = FusedAdam(params, master_weights="split", **options, **OPTIONS)
-    arena.share_moments(optimizer, narrow=bool(options), step=count_on_param)
+    dtype = options.get("moment_dtype", torch.float32)
+    arena.share_moments(optimizer, dtype=dtype, step=count_on_param)
     for param in params:
         optimizer._own_masters.kept[param] = torch.zeros_like(param, dtype=torch.int16)
     return params, optimizer
@@ -308,6 +311,7 @@ OUR_SCALER = (
 )
 NARROW: dict[str, Any] = {"moment_dtype": torch.bfloat16}
 STOCHASTIC: dict[str, Any] = {**NARROW, "stochastic_rounding": True}
+BYTES: dict[str, Any] = {"moment_dtype": torch.int8}
 CPU = ("cpu",)
 GPU = ("cuda",)
 PLAIN = (COPY_IN, UNSCALE, ADAM, COPY_OUT)
@@ -346,11 +350,15 @@ MODES = (
          functools.partial(split_fp16, **NARROW)),
     Case(f"{FP16}, split, bf16 moments, stochastic", FP16, (CHECK_AND_NORM, SPLIT_NARROW),
          functools.partial(split_fp16, **STOCHASTIC)),
+    Case(f"{FP16}, split, one-byte moments", FP16, (CHECK_AND_NORM, SPLIT_BYTES),
+         functools.partial(split_fp16, **BYTES)),
     Case(f"{BF16}, split", BF16, (SPLIT,), split_bf16),
     Case(f"{BF16}, split, bf16 moments", BF16, (SPLIT_NARROW,),
          functools.partial(split_bf16, **NARROW)),
     Case(f"{BF16}, split, bf16 moments, stochastic", BF16, (SPLIT_NARROW,),
          functools.partial(split_bf16, **STOCHASTIC)),
+    Case(f"{BF16}, split, one-byte moments", BF16, (SPLIT_BYTES,),
+         functools.partial(split_bf16, **BYTES)),
 )  # fmt: skip
 # Masters for an optimizer of another, beside those of a fused one.
 AROUND = (COPY_IN, ADAM, COPY_OUT)

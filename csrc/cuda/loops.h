@@ -15,8 +15,8 @@ namespace apex_mp::cuda {
 template <uint32_t kWidth>
 __device__ uint32_t aligned_heads(const Array& array) {
   const int64_t bytes = size_of(array.dtype);
-  const uint32_t shift = bytes == 8 ? 3 : bytes == 4 ? 2 : bytes == 2 ? 1 : 0;
-  const uint32_t period = bytes <= 2 ? kWidth : 16u >> shift;  // from one such number to the next
+  const uint32_t shift = bytes == 8 ? 3 : bytes == 4 ? 2 : 1;
+  const uint32_t period = bytes == 2 ? kWidth : 16u >> shift;  // from one such number to the next
   const uint32_t each_period = bytes == 8 ? 0x55u : bytes == 4 ? 0x11u : 0x01u;
   const auto number = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(array.data) >> shift);
   return each_period << ((0u - number) & (period - 1u));

@@ -55,42 +55,53 @@ APEX_MP_MATH uint32_t code_offset(int which, uint32_t exponent) {
   return (exponent << 4) + 15u - largest_code(which);
 }
 
-// `offset` is that of the block.
-APEX_MP_MATH float decode(int which, uint32_t code, uint32_t offset) {
-  const uint32_t size = code & largest_code(which);
-  const uint32_t sign = which == 0 ? (code & 128u) << 24 : 0u;
-  return from_bits(size == 0u ? 0u : sign | (size + offset) << kCodeShift, 0.0f);
+// The formulas below are for numbers, and for registers of them: bits_t is uint32_t or a register,
+// number_t a float or a register. `offset` is that of the block.
+template <typename bits_t>
+APEX_MP_MATH bits_t decoded_bits(int which, bits_t code, uint32_t offset) {
+  const bits_t size = code & largest_code(which);
+  const bits_t bits = (size + offset) << kCodeShift;
+  return size == 0u ? bits_t{} : which == 0 ? bits | (code & 128u) << 24 : bits;
 }
 
-// How a number is rounded: `added` to its bits before the lower ones are cut off, and the part of
-// the smallest code from which on it is not 0.
+APEX_MP_MATH float decode(int which, uint32_t code, uint32_t offset) {
+  return from_bits(decoded_bits(which, code, offset), 0.0f);
+}
+
+// How numbers are rounded: `added` to their bits before the lower ones are cut off, and the part of
+// the smallest code from which on they are not 0.
+template <typename number_t, typename bits_t>
 struct CodeRounding {
-  uint32_t added;
-  float part;
+  bits_t added;
+  number_t part;
 };
 
 // To nearest, ties to even.
-APEX_MP_MATH CodeRounding code_to_nearest(float x) {
-  return {(bits_of(x) >> kCodeShift & 1u) + (kCodeUnit / 2u - 1u), 0.5f};
+template <typename number_t>
+APEX_MP_MATH auto code_to_nearest(number_t x) {
+  const auto added = ((bits_of(x) >> kCodeShift) & 1u) + (kCodeUnit / 2u - 1u);
+  return CodeRounding<number_t, decltype(bits_of(x))>{added, number_t(0.5f)};
 }
 
 // `random` is below 2**16.
-APEX_MP_MATH CodeRounding code_at_random(uint32_t random) {
-  return {random << (kCodeShift - 16u),
-          static_cast<float>(static_cast<int32_t>(random)) * 0x1p-16f};
+template <typename number_t, typename bits_t>
+APEX_MP_MATH CodeRounding<number_t, bits_t> code_at_random(number_t, bits_t random) {
+  const number_t part = from_bits(random << 7 | 0x3f800000u, number_t()) - number_t(1.0f);
+  return {random << (kCodeShift - 16u), part};
 }
 
-// `offset` and `is_nan` are those of the block.
-APEX_MP_MATH uint32_t encode(int which, float x, uint32_t offset, bool is_nan,
-                             CodeRounding rounding) {
-  const uint32_t bits = bits_of(x) & 0x7fffffffu;
+// For a block that is not all NaN. A negative zero keeps its sign, which decoding drops.
+template <typename number_t, typename bits_t>
+APEX_MP_MATH bits_t encode(int which, number_t x, uint32_t offset,
+                           const CodeRounding<number_t, bits_t>& rounding) {
+  const bits_t bits = bits_of(x) & 0x7fffffffu;
   const uint32_t smallest = (offset + 1u) << kCodeShift;
-  const float size = from_bits(bits, 0.0f);
-  const bool keeps = which == 0 ? size > rounding.part * from_bits(smallest, 0.0f) : bits != 0u;
-  const uint32_t rounded = ((bits + rounding.added) >> kCodeShift) - offset;
-  const uint32_t code = bits < smallest ? static_cast<uint32_t>(keeps) : rounded;
-  const uint32_t sign = which == 0 ? bits_of(x) >> 24 & 128u : 0u;
-  return is_nan ? largest_code(which) : code == 0u ? 0u : sign | code;
+  // Positive floats are in the order of their bits.
+  const bits_t least =
+      which == 0 ? bits_of(rounding.part * number_t(from_bits(smallest, 0.0f))) : bits_t{};
+  const bits_t below = bits > least ? bits_t{} + 1u : bits_t{};
+  const bits_t code = bits < smallest ? below : ((bits + rounding.added) >> kCodeShift) - offset;
+  return which == 0 ? code | ((bits_of(x) >> 24) & 128u) : code;
 }
 
 }  // namespace apex_mp::math

@@ -71,7 +71,7 @@ inline void fetch_storages(const RowTensors& row) {
 inline Array array_of(const at::Tensor& tensor, const void* storage) {
   const DType dtype = dtype_of(tensor);
   char* begin = static_cast<char*>(const_cast<void*>(storage));
-  return {begin + tensor.storage_offset() * size_of(dtype), dtype};
+  return {begin + tensor.storage_offset() * any_size_of(dtype), dtype};
 }
 
 // For a tensor that passed the checks, which data_ptr() would repeat. A lazy clone that is only

@@ -87,9 +87,11 @@ HOLDS = {
     "ours fp16, split": (2, 2, 2, 8),
     "ours fp16, split, bf16 moments": (2, 2, 2, 4),
     "ours fp16, split, bf16 moments, stochastic": (2, 2, 2, 4),
+    "ours fp16, split, one-byte moments": (2, 2, 2, 2 + 2 / 32),
     "ours bf16, split": (2, 2, 2, 8),
     "ours bf16, split, bf16 moments": (2, 2, 2, 4),
     "ours bf16, split, bf16 moments, stochastic": (2, 2, 2, 4),
+    "ours bf16, split, one-byte moments": (2, 2, 2, 2 + 2 / 32),
     "MasterWeights(AdamW, fused)": (2, 2, 4, 8),
     "MasterWeights(AdamW, fused), keep_grads": (2, 2 + 4, 4, 8),
     "MasterWeights(AdamW, foreach)": (2, 2, 4, 8),
@@ -207,6 +209,8 @@ def test_the_published_run_was_whole_and_its_two_ways_of_looking_agree():
     for workload in results["workloads"]:
         assert [row["case"] for row in workload["rows"]] == [*HOLDS]
         for row in workload["rows"]:
-            assert [*row["held"].values()] == pytest.approx(HOLDS[row["case"]], abs=0.001)
+            # Small parameters keep moments in float32.
+            near = 0.02 if "one-byte" in row["case"] else 0.001
+            assert [*row["held"].values()] == pytest.approx(HOLDS[row["case"]], abs=near)
             assert row["step_resident"] == pytest.approx(row["step"], abs=0.15)
             assert row["step"] < 0.01 or not row["case"].startswith("ours")

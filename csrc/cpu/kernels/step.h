@@ -337,22 +337,20 @@ void step_floats(const StepChunk& chunk, const typename Rule::template Factors<d
 // Steps a chunk whose state is in one byte, tile by tile.
 template <typename Rule>
 void step_codes(const StepChunk& chunk, const typename Rule::template Factors<double>& factors) {
-  float tiles[Rule::kTensors][kTile];
+  static_assert(Rule::kTensors == kMoments && Rule::kAllTensors);
+  float tiles[kMoments][kTile];
   for (int64_t begin = 0; begin < chunk.count; begin += kTile) {
     const int64_t count = tile_size(begin, chunk.count);
-    const StepChunk coded = part_of<Rule>(chunk, begin, count);
-    StepChunk tile = coded;
-    Codes codes[Rule::kTensors];
-    for (int i = 0; i < Rule::kTensors; ++i) {
-      codes[i] = {static_cast<uint8_t*>(coded.tensors[i].data),
-                  chunk.exponents[i] + begin / math::kCodeBlock};
+    StepChunk tile = part_of<Rule>(chunk, begin, count);
+    CodedPart parts[kMoments];
+    for (int i = 0; i < kMoments; ++i) {
+      const Codes codes = {static_cast<uint8_t*>(chunk.tensors[i].data), chunk.exponents[i]};
+      parts[i] = {tiles[i], block_of(codes, begin)};
       tile.tensors[i] = {tiles[i], DType::kFloat};
-      read_codes(i, codes[i], tiles[i], count);
+      read_codes(i, parts[i].codes, tiles[i], count);
     }
     step_floats<Rule>(tile, factors);
-    for (int i = 0; i < Rule::kTensors; ++i) {
-      write_codes(i, tiles[i], codes[i], count, chunk.rounding, coded.first);
-    }
+    write_both_codes(parts, count, chunk.rounding, tile.first);
   }
 }
 

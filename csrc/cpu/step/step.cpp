@@ -23,7 +23,7 @@ In part(const step::Array& array, int64_t begin) {
 
 Out part_to_write(const step::Array& array, int64_t begin) {
   if (array.data == nullptr) return {nullptr, array.dtype};
-  return {static_cast<char*>(array.data) + begin * size_of(array.dtype), array.dtype};
+  return {static_cast<char*>(array.data) + begin * any_size_of(array.dtype), array.dtype};
 }
 
 void cut(const std::vector<Row>& rows, std::vector<Chunk>& chunks) {

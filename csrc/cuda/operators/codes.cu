@@ -46,8 +46,10 @@ __global__ void __launch_bounds__(kBlockSize)
   tensor.exponents[block] = static_cast<uint8_t>(exponent);
   for (int64_t i = chunk.begin; i < end; ++i) {
     const float number = tensor.numbers[i];
-    tensor.codes[i] = static_cast<uint8_t>(math::encode(
-        tensor.which, number, offset, exponent == math::kAllNan, math::code_to_nearest(number)));
+    const uint32_t code = exponent == math::kAllNan ? math::largest_code(tensor.which)
+                                                    : math::encode(tensor.which, number, offset,
+                                                                   math::code_to_nearest(number));
+    tensor.codes[i] = static_cast<uint8_t>(code);
   }
 }
 

@@ -87,12 +87,12 @@ __device__ void find_largest(const opmath_t (&numbers)[kCodeWidth * kCount],
 
 __device__ inline uint32_t encode_one(int which, float number, uint32_t exponent, uint32_t element,
                                       const math::Rounding& rounding) {
-  const math::CodeRounding how =
+  if (exponent == math::kAllNan) return math::largest_code(which);
+  const auto how =
       rounding.is_stochastic
-          ? math::code_at_random(math::half_for(which, math::random_bits(element, rounding)))
+          ? math::code_at_random(0.0f, math::half_for(which, math::random_bits(element, rounding)))
           : math::code_to_nearest(number);
-  return math::encode(which, number, math::code_offset(which, exponent), exponent == math::kAllNan,
-                      how);
+  return math::encode(which, number, math::code_offset(which, exponent), how);
 }
 
 // Writes the first `count` numbers of each thread's vectors; if `kWhole`, all are there.
@@ -114,11 +114,11 @@ __device__ void write_codes(const opmath_t (&numbers)[kCodeWidth * kCount], cons
       const uint32_t code =
           encode_one(to.which, number, exponent, rounding.first + first + i, rounding.rounding);
       word[0] |= code << (i * 8);
-      if (!kWhole && first + i < end) to.codes[first + i] = static_cast<char>(code);
+      if (!kWhole && first + i < end) *global(to.codes + first + i) = static_cast<char>(code);
     }
     if (kWhole) store_words<kCodeWidth, cache>(word, to.codes + first);
     if (first % math::kCodeBlock == 0) {
-      to.exponents[first / math::kCodeBlock] = static_cast<uint8_t>(exponent);
+      *global(to.exponents + first / math::kCodeBlock) = static_cast<uint8_t>(exponent);
     }
   }
 }
@@ -176,24 +176,28 @@ __device__ void step_vectors(const PartOf<Rule>& part, const Codes (&codes)[Rule
   }
 }
 
-// Arrays of vectors are read and written at once where they are aligned, else number by number.
+// Arrays of vectors are read and written at once where they are aligned, else number by number. The
+// part has no state; `first` is its first number in the row.
 template <typename Rule, Cache cache, typename opmath_t>
-__device__ void step_codes(const PartOf<Rule>& part, const StepRow& row, int64_t first_block,
+__device__ void step_codes(const PartOf<Rule>& part, const StepRow& row, int64_t first,
                            const typename Rule::template Factors<opmath_t>& factors,
                            const UnscaledGrad<opmath_t>& unscaled, const StateRounding& rounding) {
   constexpr bool kIsFloat = sizeof(opmath_t) == sizeof(float);
-  constexpr Span<kCodeWidth, kIsFloat ? APEX_MP_VECTORS : 1> span = {};
+  constexpr Span<kCodeWidth, 1> span = {};  // With two vectors registers would spill.
   Codes codes[Rule::kTensors];
+  bool aligned = part.head == 0;
 #pragma unroll
   for (int i = 0; i < Rule::kTensors; ++i) {
-    codes[i] = {i, static_cast<char*>(part.arrays[3 + i].data), row.exponents[i] + first_block};
+    codes[i] = {i, static_cast<char*>(row.tensors[i]) + first,
+                row.exponents[i] + first / math::kCodeBlock};
+    aligned &= reinterpret_cast<uintptr_t>(codes[i].codes) % kCodeWidth == 0;
   }
   constexpr int kStep = span * kBlockSize;
 #pragma unroll 1
   for (int begin = 0; begin < part.count; begin += kStep) {
     const int index = begin + static_cast<int>(threadIdx.x) * kCodeWidth;
     if constexpr (kIsFloat) {
-      if (part.head == 0 && begin + kStep <= part.count) {
+      if (aligned && begin + kStep <= part.count) {
         step_vectors<true, Rule, cache>(part, codes, factors, unscaled, rounding, index, span);
         continue;
       }

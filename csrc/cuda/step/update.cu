@@ -74,9 +74,10 @@ __device__ PartOf<Rule> part_of(const StepRow& row, const void* grad, const Step
 // a branch for every vector would cost registers. Math is done in double where a row has doubles.
 template <DType state>
 __device__ bool is_of(const StepFacts& facts) {
-  const auto dtype = static_cast<DType>(facts.tensors & kDTypeMask);
-  if (state == DType::kFloat) return dtype != DType::kBFloat16 && dtype != DType::kCode;
-  return dtype == state;
+  constexpr uint32_t kNarrow = 3u & static_cast<uint32_t>(DType::kBFloat16);
+  static_assert((3u & static_cast<uint32_t>(DType::kCode)) == kNarrow);
+  if (state == DType::kFloat) return (facts.tensors & 3u) != kNarrow;
+  return (facts.tensors & kDTypeMask) == static_cast<uint32_t>(state);
 }
 
 // Computes the same update as step_kernel(), but writes only sums of squares for each chunk.
@@ -149,20 +150,9 @@ __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
   PartOf<Rule> part = part_of<Rule>(row, grad, chunk, memory.counts.chunk_size);
   const Array unscaled =
       chunk.facts.writes_grad ? part.arrays[1] : Array{nullptr, part.arrays[1].dtype};
-  const int64_t first = int64_t{chunk.index} * memory.counts.chunk_size;
-  const StateRounding rounding = {memory.prepared[chunk.row].rounding,
-                                  static_cast<uint32_t>(first)};
-  if constexpr (state == DType::kCode) {
-    const int64_t first_block = first / math::kCodeBlock;
-    if (part.double_math) {
-      step_codes<Rule, kStateCache, double>(part, row, first_block, factors,
-                                            unscaled_grad<double>(unscaled, inv_scale), rounding);
-    } else {
-      step_codes<Rule, kStateCache, float>(part, row, first_block, math::factors_as<float>(factors),
-                                           unscaled_grad<float>(unscaled, inv_scale), rounding);
-    }
-    return;
-  }
+  const StateRounding rounding = {
+      memory.prepared[chunk.row].rounding,
+      static_cast<uint32_t>(int64_t{chunk.index} * memory.counts.chunk_size)};
   if (part.double_math) {
     step_numbers<Rule, kStateCache, double>(part, factors,
                                             unscaled_grad<double>(unscaled, inv_scale), rounding);
@@ -171,6 +161,42 @@ __global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
     for (int i = 0; i < Rule::kTensors; ++i) part.arrays[3 + i].dtype = state;
     step_numbers<Rule, kStateCache, float>(part, math::factors_as<float>(factors),
                                            unscaled_grad<float>(unscaled, inv_scale), rounding);
+  }
+}
+
+// The same for moments of one byte.
+template <typename Rule>
+__global__ void __launch_bounds__(kBlockSize, APEX_MP_BLOCKS)
+    codes_kernel(const __grid_constant__ StepUpdate update) {
+  const StepMemory& memory = update.memory;
+  if (memory.outcome->found_inf != 0.0f) return;
+  const StepChunk chunk = memory.chunks[update.end_chunk - 1 - static_cast<int32_t>(blockIdx.x)];
+  const void* grad = memory.grads[chunk.row];
+  if (grad == nullptr || !is_of<DType::kCode>(chunk.facts)) return;
+  const StepRow row = memory.rows[chunk.row];
+  __shared__ typename Rule::template Factors<double> factors;
+  __shared__ double inv_scale;
+  if (threadIdx.x == 0) {
+    factors = factors_of<Rule>(memory, chunk);
+    inv_scale = 1.0 / memory.outcome->scale;
+    if (chunk.index == 0) advance_numbers<Rule>(row, memory.prepared[chunk.row]);
+  }
+  __syncthreads();
+  StepRow without_state = row;
+#pragma unroll
+  for (void*& tensor : without_state.tensors) tensor = nullptr;
+  const PartOf<Rule> part = part_of<Rule>(without_state, grad, chunk, memory.counts.chunk_size);
+  const Array unscaled =
+      chunk.facts.writes_grad ? part.arrays[1] : Array{nullptr, part.arrays[1].dtype};
+  const int64_t first = int64_t{chunk.index} * memory.counts.chunk_size;
+  const StateRounding rounding = {memory.prepared[chunk.row].rounding,
+                                  static_cast<uint32_t>(first)};
+  if (part.double_math) {
+    step_codes<Rule, kStateCache, double>(part, row, first, factors,
+                                          unscaled_grad<double>(unscaled, inv_scale), rounding);
+  } else {
+    step_codes<Rule, kStateCache, float>(part, row, first, math::factors_as<float>(factors),
+                                         unscaled_grad<float>(unscaled, inv_scale), rounding);
   }
 }
 
@@ -194,7 +220,7 @@ void launch_step_update(const StepMemory& memory, cudaStream_t stream) {
     launch_one(step_kernel<Rule, DType::kFloat>, memory.counts.has_wide_state);
     launch_one(step_kernel<Rule, DType::kBFloat16>, memory.counts.has_narrow_state);
     if constexpr (Rule::kTakesCodes) {
-      launch_one(step_kernel<Rule, DType::kCode>, memory.counts.has_coded_state);
+      launch_one(codes_kernel<Rule>, memory.counts.has_coded_state);
     }
   });
 }
