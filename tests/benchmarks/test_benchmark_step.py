@@ -72,6 +72,7 @@ def test_a_run_on_a_gpu_adds_the_host_and_a_profile(tmp_path, capsys):
         assert [row["case"] for row in workload["rows"]] == [
             "ours fp16", "ours fp16, clip", "torch AdamW, fused", "ours fp16, split",
             "ours fp16, split, bf16 moments", "ours fp16, split, bf16 moments, stochastic",
+            "ours fp16, split, one-byte moments",
             "torch AdamW, fused, replayed", "ours fp16, replayed",
         ]  # fmt: skip
         for row in workload["rows"]:
@@ -110,7 +111,8 @@ def test_builds_are_compared_and_one_that_dies_is_named(tmp_path):
         assert each["rounds"] == step_variants.PASSES
         assert [row["case"] for row in each["rows"]] == [
             "ours fp16", "ours fp16, clip", "ours fp16, split", "ours fp16, split, bf16 moments",
-            "ours fp16, split, bf16 moments, stochastic", "ours fp16, replayed",
+            "ours fp16, split, bf16 moments, stochastic", "ours fp16, split, one-byte moments",
+            "ours fp16, replayed",
         ]  # fmt: skip
         assert all([*row["builds"]] == ["A", "B"] for row in each["rows"])
         assert step_variants.table(each) in done.stdout
