@@ -54,6 +54,8 @@ NOT_FOR_CUDA = (
     "tests/optimizers/test_split_masters.py::test_each_float32_is_kept",
     "tests/optimizers/test_fused_rules_in_a_loop.py::test_a_skipped_step_does_not_invalidate_a_graph",
     "tests/optimizers/test_unscaled_grads.py::test_a_gradient_that_is_written_has_a_new_version",
+    "tests/core/test_ways_gradients.py::test_hooks_run_once_for_each_real_step",
+    "tests/core/test_ways_skips.py::test_the_report_names_parameters_and_counts",
     "tests/optimizers/test_fused_rules.py::test_half_gradients_and_outputs_are_those_of_floats_rounded_once",
     "tests/optimizers/test_fused_sgd_in_wrappers.py::test_the_step_unscales_clips_and_copies_in_two_passes",
     "tests/fp16_utils/test_fp16_optimizer_clipping.py::test_clipping_costs_no_pass",

@@ -222,9 +222,10 @@ def _row(row: Row) -> CRow:
     tensors = (CArray * MAX_TENSORS)(*map(_array, state))
     addresses = [None if number is None else number.data_ptr() for number in row.numbers]
     numbers = (c_void_p * MAX_NUMBERS)(*addresses)
+    exponents = (c_void_p * MAX_TENSORS)()
     arrays = [_array(tensor) for tensor in (row.param, row.grad, row.copy)]
     facts = (row.param.numel(), row.group, row.position, row.scaled)
-    return CRow(*arrays, tensors, numbers, *facts, row.writes_grad, row.copy_counts)
+    return CRow(*arrays, tensors, exponents, numbers, *facts, row.writes_grad, row.copy_counts)
 
 
 def _group(group: Group) -> CGroup:

@@ -17,6 +17,7 @@ class CRow(Structure):
     _fields_ = [
         *[(name, CArray) for name in ("param", "grad", "copy")],
         ("tensors", CArray * MAX_TENSORS),
+        ("exponents", ctypes.c_void_p * MAX_TENSORS),
         ("numbers", ctypes.c_void_p * MAX_NUMBERS),
         ("size", c_int64),
         ("group", c_int),
