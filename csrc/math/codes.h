@@ -2,15 +2,16 @@
 // them one exponent, as in the Microscaling formats of the Open Compute Project.
 //
 // A code is a small float. Of the first tensor of state it has a sign, 3 bits of exponent and 4 of
-// mantissa, so that numbers from 1/256 of the block's largest one on are kept within 1/32 of
-// themselves. The second tensor, which is never negative, has 4 bits of each, and keeps numbers
-// from 2**-16 of the largest one on. Code 0 is 0. Below the smallest code
+// mantissa, so that numbers from 1/116 of the block's largest one on are kept within 1/16 of
+// themselves, to nearest within 1/32. The second tensor, which is never negative, has 4 bits of
+// each, and keeps numbers from 1/29,000 of the largest one on. Code 0 is 0. Below the smallest code
 //
 //   - a number of the first tensor becomes 0 or that code, at random or the nearer one;
 //   - a positive number of the second tensor becomes that code, because a step divides by its root.
 //
-// A block with inf, NaN or 3.34e38 and more holds NaN alone. Exponents begin at 2**-119 (first) and
-// 2**-111 (second): a block of smaller numbers is kept as in one whose largest number has that.
+// A block with inf, NaN or numbers above 3.29e38 holds NaN alone. Exponents begin at 2**-119
+// (first) and 2**-111 (second): a block of smaller numbers is kept as in one whose largest number
+// has that.
 //
 // A block counts along memory, from the first number of a tensor, or of the part of it that a
 // process has; the last block may be shorter.
